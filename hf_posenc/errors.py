@@ -34,8 +34,7 @@ def unknown(kind: str, given: object, possible: Iterable[str], otherwise: str = 
 
 def one_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type if the message is empty."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
 
 
 _EXTRAS = {

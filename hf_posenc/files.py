@@ -38,23 +38,22 @@ def write_atomically(path: Path, text: str) -> None:
 
 def replace_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Replace a file by the one that `write` creates under a temporary name, once that is on the disk."""
-    temporary: Path | None = None
-    try:
+    with disk_errors(f"{path} cannot be written"):
         handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=path.suffix)
         os.close(handle)
         temporary = Path(name)
-        write(temporary)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        mask = os.umask(0)
-        os.umask(mask)
-        temporary.chmod(0o666 & ~mask)  # mkstemp's own is for the owner alone
-        temporary.replace(path)
-    except OSError as error:
-        if temporary is not None:
+        try:
+            write(temporary)
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+            mask = os.umask(0)
+            os.umask(mask)
+            temporary.chmod(0o666 & ~mask)  # mkstemp's own is for the owner alone
+            temporary.replace(path)
+        except OSError:
             with contextlib.suppress(OSError):
                 temporary.unlink()
-        raise PosencError(f"{path} cannot be written: {error.strerror or error}.") from error
+            raise
 
 
 @contextlib.contextmanager

@@ -33,7 +33,9 @@ ORIGIN = "gguf_source"
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 """The tensors of a GGUF file that hold divisors of frequencies."""
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
+FLOATS = ("F64", "F32", "F16", "BF16")
+"""Types of floating-point numbers, as GGUF and safetensors files name them."""
+
 _SCALARS = dict(zip((0, 1, 2, 3, 4, 5, 6, 7, 10, 11, 12), "BbHhIif?Qqd", strict=True))
 _STRING, _ARRAY = 8, 9
 # Long lists that describe the tokenizer and not the model.
@@ -228,8 +230,7 @@ def _value(blob: Any, place: int, kind: int) -> tuple[Any, int]:
     if inner in _SCALARS:
         code = f"<{count}{_SCALARS[inner]}"
         values = list(struct.unpack_from(code, blob, place)) if count <= 1024 else count
-        end = place + count * struct.calcsize(f"<{_SCALARS[inner]}")
-        return values, end
+        return values, place + count * struct.calcsize(f"<{_SCALARS[inner]}")
     for _ in range(count):
         if inner == _STRING:  # a vocabulary: nothing but its length is needed
             place += 8 + struct.unpack_from("<Q", blob, place)[0]
@@ -255,8 +256,7 @@ def read_gguf_config(path: str | Path) -> Any:
     vars(config).pop("_model_name_or_path", None)
     config._name_or_path = str(path)
     text = config.get_text_config(decoder=True)
-    tokens = header.get("vocab_size") or header.values.get("tokenizer.ggml.tokens")
-    if tokens:
+    if tokens := header.get("vocab_size") or header.values.get("tokenizer.ggml.tokens"):
         text.vocab_size = tokens
     _set_rope(header, text)
     causal: Any = AutoModelForCausalLM._model_mapping
@@ -303,11 +303,8 @@ def _set_rope(header: Header, text: Any) -> None:
         if isinstance(entry, dict) and entry.get("rope_type") == "proportional" and scaling:
             factors = scaling.get("long_factor", (0.0,))
             scaling = {} if all(f == 1 or f > 1e29 for f in factors) else scaling
-    bases = {
-        "": "rope.freq_base",
-        "full_attention": "rope.freq_base",
-        "sliding_attention": "rope.freq_base_swa",
-    }
+    bases = dict.fromkeys(("", "full_attention"), "rope.freq_base")
+    bases["sliding_attention"] = "rope.freq_base_swa"
     by_layer = all(isinstance(entry, dict) for entry in rope.values())
     entries = {label: dict(entry) for label, entry in (rope if by_layer else {"": rope}).items()}
     for label, entry in entries.items():
@@ -397,8 +394,7 @@ def _yarn(
         if f"yarn_{key}" in keys
     }
     if "yarn_attn_factor" in keys:
-        magnitude *= float(keys["yarn_attn_factor"])
-        values["attention_factor"] = magnitude
+        values["attention_factor"] = magnitude * float(keys["yarn_attn_factor"])
     elif magnitude != 1:
         values["attention_factor"] = magnitude * (1.0 + 0.1 * math.log(factor))
     return values
@@ -421,16 +417,11 @@ def _of_divisors(
         if all(divisor == 1 for divisor in single) and magnitude == 1:
             return {}
         theta = header.get("rope.freq_base") or text.rope_parameters.get("rope_theta")
-        by_formula = _llama3(single, float(theta)) if magnitude == 1 and theta else None
-        if by_formula is not None:
+        if magnitude == 1 and theta and (by_formula := _llama3(single, float(theta))):
             return by_formula
     lists = {"short_factor": short, "long_factor": long, "attention_factor": magnitude}
-    return {
-        "rope_type": "longrope",
-        **lists,
-        "factor": max(1.0, context / original),
-        _ORIGINAL: original,
-    }
+    lengths = {"factor": max(1.0, context / original), _ORIGINAL: original}
+    return {"rope_type": "longrope", **lists, **lengths}
 
 
 def _llama3(divisors: Sequence[float], theta: float) -> dict[str, Any] | None:
@@ -462,8 +453,7 @@ def _llama3(divisors: Sequence[float], theta: float) -> dict[str, Any] | None:
             continue
         formula = Llama3(scale=scale, high_freq_factor=high_freq_factor)
         rope = RopeSpec(2 * len(divisors), theta, original)
-        computed = frequencies / formula.inv_freq(rope)
-        if torch.allclose(computed, given, rtol=1e-5, atol=0):
+        if torch.allclose(frequencies / formula.inv_freq(rope), given, rtol=1e-5, atol=0):
             return formula.rope_parameters(rope)
     return None
 
@@ -522,9 +512,8 @@ def loading_options(path: Path) -> dict[str, Any]:
 
     # An absolute path, since transformers would take a file of this name in the working directory first.
     options: dict[str, Any] = {"gguf_file": str(path.resolve())}
-    if hasattr(
-        transformers, "GgufConfig"
-    ):  # newer versions may keep the blocks, which cannot be trained or saved
+    # Newer versions may keep the blocks, which cannot be trained or saved.
+    if hasattr(transformers, "GgufConfig"):
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     return options
 
@@ -559,5 +548,5 @@ def origin_of(config: Any, dtype: str) -> str:
         return ""
     total = sum(kinds.values())
     main = " and ".join(kind for kind, count in kinds.items() if 20 * count >= total)
-    quantized = any(kind not in _FLOATS for kind in main.split(" and "))
+    quantized = any(kind not in FLOATS for kind in main.split(" and "))
     return f"{main} GGUF{f', dequantized to {dtype}' if quantized else ''}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from typing import Any
 
@@ -33,10 +34,8 @@ def read_length(value: Any, name: str) -> int:
     elif isinstance(value, float):
         length = int(value) if value.is_integer() else 0
     elif not isinstance(value, bool):
-        try:
+        with contextlib.suppress(TypeError, ValueError):
             length = operator.index(value)
-        except (TypeError, ValueError):
-            length = 0
     if length < 1:
         raise PosencError(
             f"{name}: {value!r} is no length; give a whole number of tokens, such as 4096 or 32k."

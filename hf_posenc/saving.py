@@ -26,7 +26,7 @@ from hf_posenc.diagnosis import (
     unreadable,
 )
 from hf_posenc.errors import PosencError
-from hf_posenc.gguf_file import as_plain_model, find_gguf, loading_gguf, loading_options
+from hf_posenc.gguf_file import FLOATS, as_plain_model, find_gguf, loading_gguf, loading_options
 from hf_posenc.model.parameters import PARAMETER_FILE, PARAMETERS, trained_parameters
 from hf_posenc.model.unwrapping import unwrap
 from hf_posenc.patch import export
@@ -247,9 +247,6 @@ def _check_weights(path: str | Path, info: Mapping[str, Any], allow: bool, any_s
         )
 
 
-_FLOATS = ("F64", "F32", "F16", "BF16")
-
-
 def _check_stored(path: str | Path, model: Any) -> None:
     """Raise if a folder holds, in whole numbers or 8 bits, weights that the model has read as floating point."""
     needed = {} if getattr(model, "is_quantized", False) else dict(model.named_parameters())
@@ -257,7 +254,7 @@ def _check_stored(path: str | Path, model: Any) -> None:
         with safe_open(file, "pt") as weights:
             for name in needed.keys() & set(weights.keys()):
                 kind = weights.get_slice(name).get_dtype()
-                if needed[name].is_floating_point() and kind not in _FLOATS:
+                if needed[name].is_floating_point() and kind not in FLOATS:
                     raise PosencError(
                         f"{file} holds {name} as {kind}, which is no floating-point weight. If it was quantized, "
                         "restore the quantization_config of its config.json; else download it again."

@@ -166,9 +166,8 @@ def _rounded_otherwise(model: nn.Module, probes: list[dict[str, Tensor]]) -> lis
     def further(table: Callable[..., Any], *arguments: Any) -> Any:
         inv_freq, factor = table(*arguments)
         eps = torch.finfo(torch.float32).eps
-        return torch.where(
-            inv_freq == 1, inv_freq, inv_freq * (1 + eps)
-        ), factor  # 1 is never rounded
+        # 1 is never rounded.
+        return torch.where(inv_freq == 1, inv_freq, inv_freq * (1 + eps)), factor
 
     patched = [module for module in model.modules() if isinstance(module, PosencRotary)]
     try:

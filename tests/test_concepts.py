@@ -80,9 +80,8 @@ def test_the_explorer_has_its_place_and_loads_nothing() -> None:
     assert f'<div id="{place}"></div>' in page
     (picture,) = re.findall(r'img\[src\*="(.+?)"\]', script)  # hidden where the script runs
     assert f"]({picture})" in page
-    assert "path: concepts/scale.js," in (FOLDER.parents[1] / "mkdocs.yml").read_text(
-        encoding="utf-8"
-    )
+    site = (FOLDER.parents[1] / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "path: concepts/scale.js," in site
     assert set(re.findall(r"https?://[^\"]+", script)) == {"http://www.w3.org/2000/svg"}
     assert not re.search(r"\b(fetch|import|XMLHttpRequest|innerHTML)\b", script)
 

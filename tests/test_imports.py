@@ -141,8 +141,7 @@ def test_pages_are_made_without_matplotlib() -> None:
 
 
 def test_nobody_imports_the_adapters_by_name() -> None:
-    scripts = sorted((ROOT / "scripts").glob("*.py"))
-    for path in [*PACKAGE, *ADAPTERS, *scripts]:
+    for path in [*PACKAGE, *ADAPTERS, *sorted((ROOT / "scripts").glob("*.py"))]:
         for name in imports_of(path):
             assert not f"{name}.".startswith(("patches.", "hf_posenc.patches.")), (path, name)
 

@@ -441,8 +441,7 @@ def scaled_attention(
         if attention_mask.dtype == torch.bool:
             attention_mask = attention_mask & chosen
         else:
-            least = torch.finfo(query.dtype).min
-            attention_mask = attention_mask.masked_fill(~chosen, least)
+            attention_mask = attention_mask.masked_fill(~chosen, torch.finfo(query.dtype).min)
     if native == "eager":  # the one in the file of the module
         function = inspect.unwrap(type(module).forward).__globals__.get("eager_attention_forward")
         if function is None:

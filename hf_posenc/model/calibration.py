@@ -52,9 +52,8 @@ class CalibratedLayer:
     table: RotaryTable | None  # `None`: it does not rotate
     calls: int  # in one forward
     bidirectional: bool  # it reads the keys after a query too
-    beside: str | None = (
-        None  # the argument with the states of another text, whose keys it reads after its own
-    )
+    # The argument with the states of another text, whose keys it reads after its own.
+    beside: str | None = None
 
 
 def _inputs(owner: Any, ids: Tensor) -> dict[str, Tensor]:
@@ -84,13 +83,8 @@ def trial_inputs(model: Any, owner: Any) -> tuple[nn.Module, Inputs, Tensor]:
         # The states of an encoder that reads speech.
         for width in _numbers(owner.config, 1, 1 << 20, "hidden_size"):
             states = torch.randn(1, TOKENS - 2, width, generator=torch.Generator().manual_seed(0))
-            given = {
-                "input_ids": ids,
-                "encoder_hidden_states": states.to(
-                    execution_device(owner), next(owner.parameters()).dtype
-                ),
-            }
-            candidates.append((owner, given))
+            states = states.to(execution_device(owner), next(owner.parameters()).dtype)
+            candidates.append((owner, {"input_ids": ids, "encoder_hidden_states": states}))
     for subject, candidate in candidates[:-1]:
         with contextlib.suppress(Exception):
             return subject, candidate, run(subject, candidate)
@@ -101,12 +95,8 @@ def trial_inputs(model: Any, owner: Any) -> tuple[nn.Module, Inputs, Tensor]:
 def _numbers(config: Any, low: int, high: int, name: str = "") -> list[int]:
     """Return the numbers in a range that a config and its parts name, or those of one name; the parts' first."""
     parts = [part for part in vars(config).values() if hasattr(part, "to_dict")]
-    values = [
-        value
-        for part in (*parts, config)
-        for key, value in vars(part).items()
-        if key == name or not name
-    ]
+    items = (item for part in (*parts, config) for item in vars(part).items())
+    values = [value for key, value in items if key == name or not name]
     return list(dict.fromkeys(v for v in values if type(v) is int and low <= v <= high))
 
 
@@ -244,12 +234,12 @@ def calibrate(
         if rotation is not None and rotation.norm is None:
             # One object for all layers, which then share its angles.
             rotation = rotations.setdefault((id(table), rotation.layout), rotation)
-        layer = CalibratedLayer(
-            name, module, first, rotation, table, len(calls), bidirectional, beside.get(module)
-        )
         others = [each for each in counterparts.get(module, ()) if each[module] is not module]
         again = len(counterparts.get(module, ())) - len(others)  # one module in several blocks
-        layer = replace(layer, calls=layer.calls * (1 + again))
+        count = len(calls) * (1 + again)
+        layer = CalibratedLayer(
+            name, module, first, rotation, table, count, bidirectional, beside.get(module)
+        )
         layers += [layer, *(_counterpart(layer, each, names, tables, wrappers) for each in others)]
     order = {module: place for place, module in enumerate(names)}
     for layer in layers:
@@ -377,9 +367,8 @@ def verify(
         Layer(encoding, beside=layer.beside).attach(layer.module)
     with everything_at_zero(wrappers) if known else contextlib.nullcontext():
         computed = run(subject, text)
-    dtype = rounding_dtype(subject)
     error = float((computed - expected).abs().max() / expected.abs().max())
-    if not error <= _TOLERANCES.get(dtype, _HALF)[1]:
+    if not error <= _TOLERANCES.get(rounding_dtype(subject), _HALF)[1]:
         raise UnsupportedModelError(
             f"With its own rotation computed by hf_posenc's attention, {type(subject).__name__} gives other "
             f"hidden states than before (relative difference {error:.1e}): something besides attention reads the "
@@ -408,16 +397,14 @@ def _rotation_of(
     norms = _norms(module, native.query.shape[-1])
     for (index, (table, factor)), after in itertools.product(enumerate(tables), (False, True)):
         dim, order = 2 * len(table), None if orders is None else orders[index]
+        tried = norms if after else (None,)
         table = table if order is None else table[order]
         starts = sorted(start for start in {0, native.query.shape[-1] - dim} if start >= 0)
         for start, interleaved, sign in itertools.product(starts, (False, True), (1, -1)):
             layout = Layout(start, dim, interleaved, sign)
             found: list[Rotation] = []
             for moved, rest in pairs:  # the norm of the queries, and that of the keys
-                candidates = (
-                    Rotation(table, layout, factor, order, norm)
-                    for norm in (norms if after else (None,))
-                )
+                candidates = (Rotation(table, layout, factor, order, norm) for norm in tried)
                 fits = (
                     one for one in candidates if _close(moved, one.turn(rest, positions), tolerance)
                 )
@@ -449,20 +436,16 @@ def _order_of(table: RotaryTable, wrappers: Wrappers) -> Tensor | None:
         if pairs.shape != every.shape:
             continue
         order = torch.cdist(pairs.T, every.T).argmin(-1)
-        if len({*order.tolist()}) == len(order) and torch.allclose(
-            pairs, every[:, order], atol=1e-2
-        ):
+        permutes = len({*order.tolist()}) == len(order)
+        if permutes and torch.allclose(pairs, every[:, order], atol=1e-2):
             return None if bool((order.diff() == 1).all()) else order
     return None
 
 
 def _norms(module: nn.Module, features: int) -> list[nn.Module]:
     """Return the parts of an attention module that may be norms with a weight for each feature of a head."""
-    weighted = (
-        part
-        for part in module.modules()
-        if isinstance(part._parameters.get("weight"), nn.Parameter)
-    )
+    parts = ((part, part._parameters.get("weight")) for part in module.modules())
+    weighted = (part for part, weight in parts if isinstance(weight, nn.Parameter))
     shaped = ((part, stored(part, "weight")) for part in weighted)
     return [
         part

@@ -110,7 +110,7 @@ def install_attention(
         if native is None and owner.config._attn_implementation != ENGINE:
             _hand_over(owner, trial_tokens(owner), state)
         for module in owner.modules():
-            if any(_name(child).endswith("Indexer") for child in module.children()):
+            if any(type(child).__name__.endswith("Indexer") for child in module.children()):
                 module.register_forward_pre_hook(hand_mask, with_kwargs=True)
     wrappers = _reposition(model, every)
     watches = {owner: DecoderWatch(owner, state.config) for owner in owners}
@@ -159,16 +159,12 @@ def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) 
     """Keep the frequencies of a model without weights; raise for what cannot be patched before these are there."""
     lacking = ""
     scaled = [table for table in tables if table.scaled]  # left as they are, if they have values
-    if any(table.held_by(table.module).is_meta for table in scaled) or any(
-        isinstance(table, SinCosTable) for table in tables
-    ):
+    absent = any(table.held_by(table.module).is_meta for table in scaled)
+    if absent or any(isinstance(table, SinCosTable) for table in tables):
         lacking = "its rotation is scaled already, or a table"
     wrappers = {id(each.base): each for each in model.modules() if isinstance(each, PosencRotary)}
-    if any(
-        table.label not in wrappers[id(table.module)].specs
-        for table in tables
-        if id(table.module) in wrappers
-    ):
+    wrapped = [table for table in tables if id(table.module) in wrappers]
+    if any(table.label not in wrappers[id(table.module)].specs for table in wrapped):
         lacking = "one part of a rotary module keeps its frequencies"
     if not state.sample.empty:
         lacking = 'verify="full" needs the weights'
@@ -283,7 +279,7 @@ def patched_layers(model: nn.Module) -> Iterator[tuple[str, Layer]]:
 
 
 def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> None:
-    kinds = [*map(_name, owner.modules())]
+    kinds = [type(module).__name__ for module in owner.modules()]
     indexers = [kind for kind in kinds if kind.endswith("Indexer")]
     if compressors := [kind for kind in kinds if kind.endswith("Compressor")]:
         if not needs_no_rotation(methods):
@@ -309,10 +305,6 @@ def _refuse(model: nn.Module, owner: nn.Module, methods: Sequence[Method]) -> No
             "gradients where transformers has sharded the model.",
             stacklevel=7,
         )
-
-
-def _name(module: nn.Module) -> str:
-    return type(module).__name__
 
 
 def _choose_engine(owner: Any, state: State) -> str | None:
@@ -387,10 +379,8 @@ def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:
 
 def _check_hooks(state: State, layers: Sequence[CalibratedLayer]) -> None:
     """Check the hooks of every method for the heads of these layers."""
-    shapes = {
-        (r.query.shape[1], r.key.shape[1], r.query.shape[-1])
-        for r in (layer.recorded for layer in layers)
-    }
+    calls = [layer.recorded for layer in layers]
+    shapes = {(call.query.shape[1], call.key.shape[1], call.query.shape[-1]) for call in calls}
     parts = [([*part.methods], part.original) for part in state.parts]
     for methods, original in parts or [(state.in_attention, state.original)]:
         for method, sizes in itertools.product(methods, shapes):
@@ -636,17 +626,14 @@ def _encoding(
     layer: CalibratedLayer, methods: Sequence[Method], part: LayerPart
 ) -> tuple[Encoding, Turn | None]:
     """Return the encoding of one layer, and the turn that queries and keys need before it."""
-    static = [
-        m for m in methods if isinstance(m, RopeScaling) and not isinstance(m, LengthDependent)
-    ]
     moving = [method for method in methods if isinstance(method, LengthDependent)]
+    static = [m for m in methods if isinstance(m, RopeScaling) and m not in moving]
     others = [method for method in methods if method not in static]
     rotation, frequencies, factor = layer.rotation, None, 1.0
     if static and layer.table is not None and rotation is not None:
         (scaling,) = static
-        dropped = (
-            layer.table.scaled and not part.compose and layer.table.parameters.get("mscale_all_dim")
-        )
+        replaced = layer.table.scaled and not part.compose
+        dropped = replaced and layer.table.parameters.get("mscale_all_dim")
         if dropped or (isinstance(scaling, YaRN) and scaling.mscale_all_dim):
             raise UnsupportedModelError(
                 f"{layer.name}: mscale_all_dim changes the softmax scale of attention modules, which methods "
@@ -659,11 +646,9 @@ def _encoding(
         table = table if rotation.order is None else table[rotation.order]
         factor = float(scaling.cos_sin_factor(spec)) * (rotation.factor if part.compose else 1.0)
         frequencies = table.to(rotation.inv_freq.device) - rotation.inv_freq
-        rotation = _scaled(rotation, table, factor)
-        factor = factor / layer.rotation.factor if layer.rotation is not None else factor
+        rotation, factor = _scaled(rotation, table, factor), factor / rotation.factor
     base = Encoding.of(others, part.original)
-    scaled = replace(layer, rotation=rotation)
-    encoding = encoding_of(base, scaled, others, compose=part.compose)
+    encoding = encoding_of(base, replace(layer, rotation=rotation), others, compose=part.compose)
     if layer.rotation is None or needs_no_rotation(methods) or (moving and frequencies is None):
         return encoding, None
     return encoding, Turn(layer.rotation, frequencies, factor, encoding)

@@ -129,11 +129,9 @@ class PatchConfig:
         values = {"format": FORMAT, **dataclasses.asdict(self)}
         values["others"] = [{"method": name, "options": options} for name, options in self.others]
         values["elsewhere"] = [part.to_dict() for part in self.elsewhere]
-        for key in ("others", "elsewhere"):
+        for key in ("others", "elsewhere", "target_length"):
             if not values[key]:
                 del values[key]
-        if self.target_length is None:
-            del values["target_length"]
         return dict(finite(values))
 
     @classmethod

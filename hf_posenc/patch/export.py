@@ -129,9 +129,7 @@ def plan_edit(
 
 def lengths_of(config: Any, tables: list[PatchedTable], extended: int | None) -> dict[str, Any]:
     """Return the config's attributes for the length of a text."""
-    values: dict[str, Any] = {}
-    if extended is not None:
-        values["max_position_embeddings"] = extended
+    values: dict[str, Any] = {} if extended is None else {"max_position_embeddings": extended}
     if getattr(config, _ORIGINAL, None) is not None:
         # Phi-3's own attribute wins over the key of rope_parameters.
         values[_ORIGINAL] = tables[0].spec.original_max_position_embeddings
@@ -163,9 +161,8 @@ def rope_forms(
 
 def _native(patched: PatchedTable, method: RopeScaling) -> dict[str, Any] | None:
     """The method by transformers' own `rope_type`, for a table that starts from `rope_theta`."""
-    spec = patched.spec
     scaled = patched.wrapper.base_factors or method.filters
-    entry = None if scaled else method.rope_parameters(spec)
+    entry = None if scaled else method.rope_parameters(patched.spec)
     own = _own_length(patched.table)
     if entry is None or own != (own and entry.get(_ORIGINAL, own)):
         return None
@@ -222,9 +219,8 @@ def _kept(patched: PatchedTable, dropped: Iterable[str]) -> dict[str, Any]:
     spec, old = patched.spec, patched.table.parameters
     left_out = SCALING_KEYS | set(dropped)
     kept = {key: copy.deepcopy(value) for key, value in old.items() if key not in left_out}
-    if (
-        old.get(_ORIGINAL) is not None
-    ):  # the attention of Ministral reads it, whatever the rope_type
+    # The attention of Ministral reads it, whatever the rope_type.
+    if old.get(_ORIGINAL) is not None:
         kept[_ORIGINAL] = _own_length(patched.table) or spec.original_max_position_embeddings
     return {**kept, "rope_theta": spec.theta}
 
@@ -254,8 +250,7 @@ def reloaded(config: Any) -> Any:
     try:
         with quiet():
             loaded = type(config).from_dict(config.to_dict())
-        parts = zip(config_parts(config), config_parts(loaded), strict=True)
-        for (_, part), (_, again) in parts:
+        for (_, part), (_, again) in zip(config_parts(config), config_parts(loaded), strict=True):
             written = getattr(part, "rope_parameters", None) or {}
             kept = getattr(again, "rope_parameters", None) or {}
             if any(kept.get(key) != value for key, value in written.items()):

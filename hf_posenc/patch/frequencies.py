@@ -116,15 +116,11 @@ def _wrap(
 ) -> list[export.PatchedTable]:
     """Build one wrapper for each rotary module, which holds one table or several; verify what it computes."""
     compose = state.config.compose
+    read = functools.partial(read_spec, original=state.original, compose=compose)
     patched = []
     for module in {id(table.module): table.module for table in tables}.values():
         group = [table for table in tables if table.module is module]
-        specs = {
-            table.label: check_frequencies(
-                method, read_spec(table, state.original, compose=compose)
-            )
-            for table in group
-        }
+        specs = {table.label: check_frequencies(method, read(table)) for table in group}
         factors = {table.label: table.composed()[1] for table in group if compose}
         wrapper = PosencRotary(module, method, specs, factors)
         patched += [export.PatchedTable(table, wrapper, log_gain) for table in group]

@@ -142,9 +142,8 @@ def _patch(
                 if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
                     put_back()
                     return None
-                _check_replaceable(
-                    state, earlier, trained=trained, replace=request.get("replace") is True
-                )
+                replace = request.get("replace") is True
+                _check_replaceable(state, earlier, trained=trained, replace=replace)
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
@@ -565,6 +564,4 @@ def inspect_positions(model: nn.Module) -> Positions:
         positions = inspect(inner)
     finally:
         put_back()
-    return (
-        dataclasses.replace(positions, patch=str(state.config)) if state is not None else positions
-    )
+    return positions if state is None else dataclasses.replace(positions, patch=str(state.config))

@@ -59,9 +59,8 @@ class EffectiveTable:
     def row(self) -> tuple[str, ...]:
         """Return the table in one line: layers, modules, kind, d, theta, fastest and slowest frequency, factor."""
         more = f" (+{len(self.modules) - 1})" if len(self.modules) > 1 else ""
-        ends = ["", ""]
-        if not self.inv_freq.is_meta:
-            ends = [f"{self.inv_freq[0]:.6g}", f"{self.inv_freq[-1]:.6g}"]
+        inv_freq = self.inv_freq
+        ends = ["", ""] if inv_freq.is_meta else [f"{inv_freq[i]:.6g}" for i in (0, -1)]
         theta = "" if self.theta is None else f"{self.theta:g}"
         kind = (self.layer_type or "all", self.modules[0] + more, self.rope_type)
         return (*kind, str(self.dim), theta, *ends, f"{self.attention_factor:.6g}")

@@ -79,8 +79,7 @@ def resolve_request(
         layers = tuple(plain(layers))
     given: int | None = None
     if original_max_position_embeddings is not None:
-        name = "original_max_position_embeddings"
-        given = read_length(original_max_position_embeddings, name)
+        given = read_length(original_max_position_embeddings, "original_max_position_embeddings")
     own: list[dict[str, Any]] = [{} for _ in parts]
     dropped: dict[str, Any] = {}
     if isinstance(source, NativeSeam):

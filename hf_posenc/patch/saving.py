@@ -197,11 +197,8 @@ def _refused(model: nn.Module, text: Any, advice: str) -> dict[str, Any]:
 
     used = {type(module) for module in model.modules()}
     names = {key: name for key, name in vars(text).items() if "act" in key and str(name) in ACT2FN}
-    activations = {
-        key: advice
-        for key, name in names.items()
-        if type(ACT2FN[name]) in used and _takes(text, {key: advice})
-    }
+    built = [key for key, name in names.items() if type(ACT2FN[name]) in used]
+    activations = {key: advice for key in built if _takes(text, {key: advice})}
     rope: dict[str, Any] = dict(getattr(text, "rope_parameters", None) or {})
     if activations or not rope:
         return activations
@@ -239,9 +236,8 @@ def restore_withheld(config: Any) -> Any:
     configs = dict(export.config_parts(config))
     for path, values in block.pop(_WITHHELD, {}).items():
         true = dict(values)
-        if true.pop("attn_implementation", None) and "hf_posenc" in str(
-            config._attn_implementation
-        ):
+        ours = "hf_posenc" in str(config._attn_implementation)
+        if true.pop("attn_implementation", None) and ours:
             config._attn_implementation = None  # a property; of the configs inside too
         restore(configs[path], true)
     return config

@@ -109,6 +109,5 @@ class SilencedTable(TablesByPosition):
             ) from error
 
     def rows(self, model: nn.Module) -> list[tuple[str, ...]]:
-        heading = ("table", "rows", "read as")
-        sizes = [(table.path, str(table.positions)) for table in self.tables]
-        return [heading, *((*size, "the mean row") for size in sizes)]
+        rows = ((table.path, str(table.positions), "the mean row") for table in self.tables)
+        return [("table", "rows", "read as"), *rows]

@@ -156,9 +156,8 @@ class ExactBias:
 def _hiding(mask: Tensor) -> Tensor:
     """Return an additive mask that hides the pairs that another one hides, in all heads alike."""
     hidden = ~visible(mask).any(1, keepdim=True)
-    return hidden.new_zeros(hidden.shape, dtype=mask.dtype).masked_fill(
-        hidden, torch.finfo(mask.dtype).min
-    )
+    zeros = hidden.new_zeros(hidden.shape, dtype=mask.dtype)
+    return zeros.masked_fill(hidden, torch.finfo(mask.dtype).min)
 
 
 @lru_cache(maxsize=64)
@@ -378,11 +377,7 @@ def _arguments_of(model: nn.Module, path: str) -> dict[Key, Any]:
 
 def _places(values: Mapping[Key, Any], linear: Sequence[Key]) -> Iterator[Place]:
     """Yield the places that biases may go to, best first: a mask with them, one without, the argument itself."""
-    masks = [
-        key
-        for key, value in values.items()
-        if _is_mask(value, TOKENS) and value.is_floating_point()
-    ]
+    masks = [key for key, x in values.items() if _is_mask(x, TOKENS) and x.is_floating_point()]
     for key in sorted((*masks, *linear), key=lambda key: (key not in masks, key not in linear)):
         others = tuple(other for other in linear if other != key)
         place = Place(key, others, visible=key in masks, adds=key not in linear)

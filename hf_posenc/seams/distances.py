@@ -77,9 +77,8 @@ class DistanceSeam(NativeSeam):
 
     @classmethod
     def of(cls, model: nn.Module, positions: Positions) -> DistanceSeam:
-        tables = tuple(_tables(model))
         length = getattr(model.config, "n_positions", None)
-        return cls(model.config, length if isinstance(length, int) else None, tables)
+        return cls(model.config, length if isinstance(length, int) else None, tuple(_tables(model)))
 
     def install(self, model: nn.Module, state: Record, method: Method) -> None:
         """Divide distances, or raise the distance from which all keys share a row; verify the rows."""

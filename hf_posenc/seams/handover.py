@@ -67,8 +67,7 @@ class Search(Scope):
 
 def search(owner: nn.Module, forward: Callable[[], object]) -> Search:
     """Run a forward over a few tokens, and return the modules that compute attention in code of their own."""
-    modules = ((each, each) for each in owner.modules())
-    with following(modules) as entered, recording() as calls:
+    with following((each, each) for each in owner.modules()) as entered, recording() as calls:
         scope = Search(entered)
         with scope:
             forward()

@@ -38,9 +38,7 @@ from hf_posenc.seams.inspection import (
 _ROTATION = (ROTARY, ROTARY_TABLE, SINKS)  # sinks count keys, wherever these are
 
 T = TypeVar("T")
-_known: weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]] = (
-    weakref.WeakKeyDictionary()
-)
+_known = weakref.WeakKeyDictionary[nn.Module, tuple[Any, dict[str, Any]]]()
 """Findings about models, each with the modules and weights that the model had."""
 
 

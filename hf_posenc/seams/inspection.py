@@ -201,9 +201,8 @@ class Positions(Shown):
         listed = [str(source) for source in (*self.sources, *self.rest)]
         if not listed:
             return "The order of tokens does not matter to it"
-        return "Positions come from " + " and ".join(
-            filter(None, (", ".join(listed[:-1]), listed[-1]))
-        )
+        parts = filter(None, (", ".join(listed[:-1]), listed[-1]))
+        return "Positions come from " + " and ".join(parts)
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the cells of the table, its heading first."""
@@ -474,9 +473,8 @@ def _rest(
     near = probes.relative(model, first=probes.FAR_ROWS, paths=weighing) if weighing else {}
     groups: dict[tuple[str, bool], list[str]] = {}
     for path in places:
-        groups.setdefault((type(model.get_submodule(path)).__name__, path in weighing), []).append(
-            path
-        )
+        group = type(model.get_submodule(path)).__name__, path in weighing
+        groups.setdefault(group, []).append(path)
     for (name, weighs), paths in groups.items():
         alone, moved, remote, close = (
             max(each.get(path, 0.0) for path in paths) for each in (absolute, relative, far, near)

@@ -112,8 +112,7 @@ def test_blocks_of_the_real_size(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         (table_gradient, "TILE_KEYS", 1024),
     ):
         monkeypatch.setattr(module, constant, size)
-    sizes = Sizes(1, 1, 1, rows=1100, offset=1000, features=8, value_features=8)
-    check(*CASES[name](sizes))
+    check(*CASES[name](Sizes(1, 1, 1, rows=1100, offset=1000, features=8, value_features=8)))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -203,8 +202,7 @@ def test_a_penalty_leaves_out_far_keys_without_a_visible_error(
     monkeypatch.setattr(prefill, "toeplitz", noted)
     value, n = leaf(1, 2, 400, FEATURES).detach(), torch.arange(400)[None]
     equal = value.new_zeros(1, 4, 400, FEATURES)  # scores, of which the penalty alone decides
-    mask = CausalMask(400, 400, value.device)
-    call = Call(equal, equal[:, :2], value, n, n, mask, SCALING)
+    call = Call(equal, equal[:, :2], value, n, n, CausalMask(400, 400, value.device), SCALING)
     encoding = encoding_of(get_method("alibi")(), FEATURES, value.device, heads=(4, 2))
     got = prefill.prefill(call, encoding)[0]
     torch.testing.assert_close(got, exact(call, encoding)[0], rtol=0, atol=1e-8)
@@ -318,9 +316,8 @@ def test_decode_compiles_in_one_graph() -> None:
 
     def step(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         near = (q.flip(-1), tail, is_near)
-        return decode(q, k, v, SCALING, near=near, bias=bias, mask=mask, softcap=3.0, sinks=sinks)[
-            0
-        ]
+        given: dict[str, Any] = {"near": near, "bias": bias, "mask": mask, "sinks": sinks}
+        return decode(q, k, v, SCALING, softcap=3.0, **given)[0]
 
     compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(q, k, v), step(q, k, v))
@@ -461,9 +458,8 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
     of_keys = Rotation(native, layout, norm=norms[1])
     turn = Rotation(native, layout, norm=norms[0], keys=of_keys)
     encoding = Encoding(ORIGINAL, 4, turn, DynamicYaRN(update="request"), query=LogN(), spec=spec)
-    q, k, v = (
-        torch.randn(2, h, n, FEATURES).double() for h, n in ((4, queries), (2, KEYS), (2, KEYS))
-    )
+    sizes = ((4, queries), (2, KEYS), (2, KEYS))
+    q, k, v = (torch.randn(2, h, n, FEATURES).double() for h, n in sizes)
     n = torch.stack([(torch.arange(KEYS) - count).clamp(min=0) for count in padding])
     n = n if any(padding) else n[:1]
     m = n[:, KEYS - queries :]
@@ -511,9 +507,8 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
 def plain_call(queries: int, heads: tuple[int, int] = (4, 2), **more: Any) -> Call:
     """A text of one row in float64."""
     torch.manual_seed(0)
-    q, k, v = (
-        leaf(1, h, n, FEATURES).detach() for h, n in ((heads[0], queries), *[(heads[1], KEYS)] * 2)
-    )
+    sizes = ((heads[0], queries), (heads[1], KEYS), (heads[1], KEYS))
+    q, k, v = (leaf(1, h, n, FEATURES).detach() for h, n in sizes)
     n = torch.arange(KEYS)[None]
     return Call(q, k, v, n[:, -queries:], n, CausalMask(queries, KEYS, q.device), SCALING, **more)
 
@@ -544,9 +539,8 @@ def test_each_process_computes_its_own_heads(
     method = get_method(name).from_options()
     encoding = encoding_of(method, FEATURES, call.query.device, heads=(4, 2))
     whole = exact(call, encoding)[0]
-    for number, (heads, key_head) in enumerate(
-        ((slice(0, 2), slice(1)), (slice(2, 4), slice(1, 2)))
-    ):
+    parts = ((slice(0, 2), slice(1)), (slice(2, 4), slice(1, 2)))
+    for number, (heads, key_head) in enumerate(parts):
         key, value = call.key[:, key_head], call.value[:, key_head]
         own = replace(
             call,
@@ -729,8 +723,7 @@ def test_other_parameters_make_another_plan() -> None:
     encoding = encoding_of(get_method("rope_bias")(), FEATURES, call.query.device, heads=(4, 2))
     other = {name: x + 1.0 for name, x in (encoding.parameters or {}).items()}
     got = engine.attend(call, encoding.with_parameters(other))[0]
-    want = engine.attend(call, replace(encoding, parameters=other))[0]
-    assert torch.equal(got, want)
+    assert torch.equal(got, engine.attend(call, replace(encoding, parameters=other))[0])
     assert not torch.equal(got, engine.attend(call, encoding)[0])
 
 

@@ -151,8 +151,7 @@ def rounded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 def precise(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    scores = softmax.grouped_scores(query, key, SCALING)
-    return softmax.weighted_values(scores, value)[0]
+    return softmax.weighted_values(softmax.grouped_scores(query, key, SCALING), value)[0]
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 32768), (600, 2000), (16, 32768)])

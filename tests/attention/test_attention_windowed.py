@@ -64,8 +64,7 @@ def check(
     expected = torch.zeros(1, row, 4, 8).double().transpose(1, 2)
     for own, seen, offset in spans:
         m = torch.arange(offset, offset + own.stop - own.start)[:, None]
-        n = torch.arange(seen.stop - seen.start)
-        kind, visible = naive(m, n)
+        kind, visible = naive(m, torch.arange(seen.stop - seen.start))
         pairs = zip(of_queries, itertools.cycle(of_keys), strict=False)
         every = torch.stack([scores_of(q[:, :, own], k[:, :, seen]) for q, k in pairs])
         scores = every.gather(0, kind.expand(1, *every.shape[1:]).long())[0]

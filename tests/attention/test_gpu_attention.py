@@ -117,8 +117,7 @@ def test_generation_that_transformers_compiles(model: PreTrainedModel, name: str
     got = torch.stack(found.logits, 1).double().cpu()
     rows: Any = found.sequences.cpu()
     model.to("cpu")  # type: ignore[arg-type]
-    whole = zoo.logits(model, rows)
-    assert_close(got, whole[:, -NEW - 1 : -1], tolerance=TOLERANCE)
+    assert_close(got, zoo.logits(model, rows)[:, -NEW - 1 : -1], tolerance=TOLERANCE)
 
 
 LONG = 700

@@ -85,8 +85,7 @@ def test_it_is_saved_composed_and_undone(tmp_path: Path) -> None:
     case = replace(CASE, table=("yarn", {"scale": 2.0}), law="log_n")
     assert_close(zoo.logits(model, IDS), reference(model, case, IDS))
     model.save_pretrained(tmp_path)
-    loaded = hf_posenc.from_pretrained(tmp_path)
-    assert torch.equal(zoo.logits(loaded, IDS), zoo.logits(model, IDS))
+    assert torch.equal(zoo.logits(hf_posenc.from_pretrained(tmp_path), IDS), zoo.logits(model, IDS))
     unpatch_model(model)
     assert torch.equal(zoo.logits(model, IDS), before)
 

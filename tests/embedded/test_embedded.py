@@ -183,8 +183,7 @@ def test_a_batch_is_a_function_of_its_step_and_an_epoch_reads_each_block_once() 
     assert len(set(starts)) == len(starts) == steps * 7
     assert {(start - starts[0]) % 10 for start in starts} == {0}
     assert all((row[1:] == row[:-1] + 1).all() for row in batches[steps])
-    again = Batches(tokens, context=10, size=7, seed=3)
-    assert (batches[5] == again[5]).all()
+    assert (batches[5] == Batches(tokens, context=10, size=7, seed=3)[5]).all()
     assert (batches[0] != batches[steps]).any()
     assert (batches[0] != Batches(tokens, context=10, size=7, seed=4)[0]).any()
 
@@ -267,16 +266,14 @@ def test_the_checkpoint_is_small_and_plain() -> None:
 
 def test_the_model_card_is_made_from_the_log_and_names_no_machine() -> None:
     log = json.loads((model_path() / "training_log.json").read_text(encoding="utf-8"))
-    card = (model_path() / "README.md").read_text(encoding="utf-8")
-    assert card == model_card(log)
+    assert (model_path() / "README.md").read_text(encoding="utf-8") == model_card(log)
     assert log["parameters"] == AutoModelForCausalLM.from_pretrained(model_path()).num_parameters()
     assert log["corpus"]["held_out"] == list(HELD_OUT)
     for file in model_path().glob("*"):
         if file.name not in {"model.safetensors", "tokenizer.json"}:
             text = file.read_text(encoding="utf-8")
-            assert not re.search(r"/(root|home|Users|work|tmp|opt|usr)\b|https?://", text), (
-                file.name
-            )
+            place = re.search(r"/(root|home|Users|work|tmp|opt|usr)\b|https?://", text)
+            assert not place, file.name
 
 
 @pytest.mark.slow

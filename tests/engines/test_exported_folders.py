@@ -146,8 +146,7 @@ def test_a_lora_alone_keeps_the_precision_of_its_base(adapter: Path, tmp_path: P
     tuned.save_pretrained(tmp_path / "alone")
     write_export(export(tmp_path / "alone", "transformers5"), tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert plain.dtype == torch.bfloat16
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("clean", [False, pytest.param(True, marks=pytest.mark.slow)])

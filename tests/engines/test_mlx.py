@@ -49,9 +49,8 @@ def initialize_rope(config: dict[str, Any], dim: int) -> tuple[np.ndarray, float
         smooth = (original / waves - low) / (high - low)
         medium = periods / ((1 - smooth) / factor + smooth)
         slowed = np.where(waves > original / low, periods * factor, periods)
-        return 1 / np.where(
-            (waves > original / high) & (waves < original / low), medium, slowed
-        ), 1.0
+        between = (waves > original / high) & (waves < original / low)
+        return 1 / np.where(between, medium, slowed), 1.0
     assert kind == "yarn"
     ends = [
         dim * math.log(original / (scaling.get(name, turns) * 2 * math.pi)) / (2 * math.log(base))
@@ -93,9 +92,8 @@ def test_the_written_config_gives_the_table(
             own = "yarn" if options.get("truncate", True) else "longrope"
             assert config["rope_scaling"]["type"] == own
     if model_type == "phi3":  # reads this one, not the entry's
-        assert config["original_max_position_embeddings"] == pytest.approx(
-            (config["rope_scaling"] or config)["original_max_position_embeddings"]
-        )
+        own = (config["rope_scaling"] or config)["original_max_position_embeddings"]
+        assert config["original_max_position_embeddings"] == pytest.approx(own)
 
 
 def test_what_it_cannot_have(tmp_path: Path) -> None:

@@ -352,11 +352,10 @@ def test_xpos_decays_as_published() -> None:
     at_base = method.query_scale(torch.tensor(method.scale_base), 6, 0)
     assert at_base.tolist() == pytest.approx(z, rel=1e-12)
     for origin in (0, 13, 29):
-        scaled_q = turn(q, position, frequencies) * method.query_scale(position, 6, origin).repeat(
-            1, 2
-        )
-        scale = method.key_scale(position, 6, origin).repeat(1, 2)
-        scaled_k = turn(k, position, frequencies) * scale
+        scales = (method.query_scale(position, 6, origin), method.key_scale(position, 6, origin))
+        q_scale, k_scale = (scale.repeat(1, 2) for scale in scales)
+        scaled_q = turn(q, position, frequencies) * q_scale
+        scaled_k = turn(k, position, frequencies) * k_scale
         scores = scaled_q @ scaled_k.T
         for m in range(0, length, 3):
             for n in range(m + 1):

@@ -216,8 +216,7 @@ def test_neutral_options_change_no_bit(name: str, table: Tensor) -> None:
 def test_pairs_that_do_not_rotate_stay_so(name: str) -> None:
     """A proportional table (Gemma 4) has zeros at its end; no method may make them turn."""
     table = trained_tables()[-1]
-    rope = RopeSpec(64, 1e6, 2048, frequencies=table)
-    changed = example(name).inv_freq(rope, 9000)
+    changed = example(name).inv_freq(RopeSpec(64, 1e6, 2048, frequencies=table), 9000)
     assert changed.shape == table.shape
     assert torch.all(changed[8:] == 0)
 
@@ -297,8 +296,7 @@ def test_the_base_of_diffusion_models_as_published() -> None:
         table = build("diffusion_ntk", scale=scale, both_sides=False).inv_freq(rope)
         base = float(table[1] ** -64)
         assert round(base / 5e5 + 0.45) == factor
-    spans = {False: (4096, 64), True: (8192, 70)}
-    for both, (met, critical) in spans.items():
+    for both, (met, critical) in {False: (4096, 64), True: (8192, 70)}.items():
         table = build("diffusion_ntk", scale=32, both_sides=both).inv_freq(rope)
         turns = float(table[1] ** (critical / 2)) * 32 * met / (2 * math.pi)
         assert turns == pytest.approx(1.0)  # the critical pair turns once over the longer text
@@ -461,8 +459,7 @@ def test_values_at_their_limits_are_taken() -> None:
 
 
 def test_defaults_of_base_classes() -> None:
-    rope = RopeSpec(64, 1e4, 64)
-    assert build("abf", rope_theta=1e6).scale_at(rope, 99) == 1.0
+    assert build("abf", rope_theta=1e6).scale_at(RopeSpec(64, 1e4, 64), 99) == 1.0
     hierarchical = methods.Hierarchical(scale=4.0)
     hierarchical.check(4, 16)
     with pytest.raises(PosencError, match="which reach 16 tokens, not 17"):

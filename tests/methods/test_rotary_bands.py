@@ -34,8 +34,7 @@ def test_positions_equal_the_paper(name: str, data: st.DataObject) -> None:
         knobs["window"] = min(knobs["window"], knobs["shift"])
     length, original = data.draw(st.integers(1, 60), "length"), data.draw(st.integers(50, 80), "L")
     method = bands(name, **knobs)
-    want = naive.position_map(name, length, **knobs)
-    assert_same(position_map(method, length, original), want)
+    assert_same(position_map(method, length, original), naive.position_map(name, length, **knobs))
 
 
 @pytest.mark.parametrize("name", [*BANDS, "dpe"])
@@ -144,8 +143,7 @@ def rows_of(method: RotaryBands, length: int, original: int) -> list[list[list[i
 def test_dual_chunk_computes_the_positions_of_chunkllama(trained: int) -> None:
     window = trained // 8
     method = bands("dual_chunk", chunk=3 * trained // 4 - window, window=window + 1)
-    want = [chunkllama(m, trained, window) for m in range(150)]
-    assert rows_of(method, 150, trained) == want
+    assert rows_of(method, 150, trained) == [chunkllama(m, trained, window) for m in range(150)]
     # As its vLLM version is configured: a chunk_size of the whole trained length.
     bands("dual_chunk", chunk=trained - 4, window=5).bands(trained)
 

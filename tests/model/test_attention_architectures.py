@@ -61,8 +61,7 @@ def patch(model: PreTrainedModel, name: str) -> PreTrainedModel:
         options = {"shift": 6, "window": 3}
     if method == "longrope":
         pairs = inspect_rope(model)[0].dim // 2
-        factors = [1.0 + i for i in range(pairs)]
-        options |= {"short_factor": [1.0] * pairs, "long_factor": factors}
+        options |= {"short_factor": [1.0] * pairs, "long_factor": [1.0 + i for i in range(pairs)]}
     given = {"original_max_position_embeddings": ORIGINAL, **options}
     patch_model(model, method, layers="all", replace=options.get("update") == "row", **given)
     randomise(model)

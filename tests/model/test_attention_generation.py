@@ -109,8 +109,7 @@ def test_offloaded_cache(model: PreTrainedModel) -> None:
     moved: Any = model
     apply(moved.to("cuda"), "rerope")
     ids = zoo.tokens(21).to("cuda")
-    found = generate(model, input_ids=ids, cache_implementation="offloaded")
-    assert_greedy(model, ids, found)
+    assert_greedy(model, ids, generate(model, input_ids=ids, cache_implementation="offloaded"))
 
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_ntk_row"])
@@ -190,8 +189,7 @@ def decoded(model: PreTrainedModel, step: Any, ids: Tensor) -> Tensor:
     parts = [model(input_ids=ids[:, :20], **{CACHE: cache}).logits]
     for i in range(20, ids.shape[1]):
         where = torch.tensor([[i]])
-        token = ids[:, i : i + 1]
-        parts.append(step(input_ids=token, position_ids=where, **{CACHE: cache}).logits)
+        parts.append(step(input_ids=ids[:, i : i + 1], position_ids=where, **{CACHE: cache}).logits)
     return torch.cat(parts, 1).double()
 
 

@@ -238,8 +238,7 @@ def test_one_part_alone(choice: tuple[str, str], model_type: str) -> None:
     patch(model, name, layers=part)
     assert want is not None
     assert close(model, zoo.logits(model, ids, **given), want)
-    patched = zoo.in_force(model)
-    assert all(f"{part}." in path for path in patched.layers)
+    assert all(f"{part}." in path for path in zoo.in_force(model).layers)
 
 
 @pytest.mark.parametrize("model_type", ["t5gemma", *late(["dia"])])
@@ -315,8 +314,7 @@ def in_steps(model: PreTrainedModel, ids: Tensor, sizes: list[int], **given: Any
         if mask is not None:
             more["decoder_attention_mask"] = mask[:, : start + size]
         if states is not None:
-            known = BaseModelOutput(last_hidden_state=states)
-            more["encoder_outputs"] = known
+            more["encoder_outputs"] = BaseModelOutput(last_hidden_state=states)
         with quiet():
             out: Any = model(**{**encoded, **more}, use_cache=True)
         cache, states, start = out[CACHE], out.encoder_last_hidden_state, start + size

@@ -96,8 +96,7 @@ def test_enough_checkpoints() -> None:
 
 @pytest.mark.parametrize("checkpoint", CASES)
 def test_lengths_that_are_read(checkpoint: dict[str, Any]) -> None:
-    model = built(checkpoint)
-    for table in tables_of(model):
+    for table in tables_of(built(checkpoint)):
         assert readings(table) == tuple(Context(*each) for each in checkpoint["reads"])
     if len(checkpoint["reads"]) == 1 and checkpoint["checkpoint"] not in OTHERWISE:
         assert context(checkpoint).reach == checkpoint["published"]

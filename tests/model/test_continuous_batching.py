@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching import cache, initialization, o
 
 from hf_posenc import PosencError, patch_model, unpatch_model
 from hf_posenc.methods import LogN, ReRoPE, SelfExtend, YaRN
+from tests.attention.test_attention import build
 from tests.support import zoo
 from tests.support.attention_llama import CASES, FORMS, ORIGINAL, randomise, reference
 from tests.support.families import build_text_model
@@ -31,10 +32,6 @@ LIMIT = 2e-5
 Answer = tuple[list[int], list[float]]
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*starts untrained")
-
-
-def build(**overrides: Any) -> Any:
-    return zoo.build("llama", **{"initializer_range": 0.1, "num_hidden_layers": 2, **overrides})
 
 
 def texts(*lengths: int) -> list[list[int]]:
@@ -176,7 +173,8 @@ def test_requests_that_are_evicted(
 
 
 def test_requests_that_arrive_while_others_run() -> None:
-    model, prompts = patch_model(build(), "self_extend", scale=4), texts(21, 90, 40)
+    model: Any = patch_model(build(), "self_extend", scale=4)
+    prompts = texts(21, 90, 40)
     (alone,) = (of(model)(torch.tensor([text])) for text in prompts[:1])
     waiting, found = list(enumerate(prompts))[1:], dict[str, Any]()
     with model.continuous_batching_context_manager(**settings()) as manager:
@@ -197,7 +195,7 @@ def test_requests_that_arrive_while_others_run() -> None:
 
 
 def test_several_answers_to_a_prompt() -> None:
-    model = patch_model(build(), "dual_chunk", original_max_position_embeddings=ORIGINAL)
+    model: Any = patch_model(build(), "dual_chunk", original_max_position_embeddings=ORIGINAL)
     prompts = texts(50)
     given = settings()
     given["generation_config"].num_return_sequences = 3

@@ -208,8 +208,7 @@ def test_a_forward_that_raises_leaves_nothing() -> None:
             def stop(*_: Any) -> None:
                 raise KeyboardInterrupt
 
-            last = [*model.modules()][-1]
-            hook = last.register_forward_pre_hook(stop)
+            hook = [*model.modules()][-1].register_forward_pre_hook(stop)
             with pytest.raises(KeyboardInterrupt):
                 output(model, {key: value[:, :9] for key, value in given.items()})
             hook.remove()
@@ -463,8 +462,7 @@ def test_the_keys_of_a_patch_are_its_own_wherever_they_are(name: str) -> None:
 def test_a_cache_of_both_texts_is_built_again_from_its_parts() -> None:
     model = built("t5", "t5", {"scale": 2})
     ids = zoo.tokens(16)
-    given = {"input_ids": ids, "decoder_input_ids": ids[:, :9]}
-    cache = model(**given, use_cache=True)[CACHE]
+    cache = model(input_ids=ids, decoder_input_ids=ids[:, :9], use_cache=True)[CACHE]
     again = type(cache)(cache.self_attention_cache, cache.cross_attention_cache)
     want = model(input_ids=ids, decoder_input_ids=ids[:, :10]).logits[:, 9:]
     with warnings.catch_warnings():

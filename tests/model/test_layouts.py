@@ -142,9 +142,8 @@ def test_a_layout_gives_the_scores_of_the_complex_form(layout: Layout, patched: 
         assert torch.equal(reordered(rows, layout, to_complex=True), pairs)
     expected = complex_form(shared[0], shared[1], hidden, layout.rotated, patched)
     torch.testing.assert_close(probabilities(model, hidden), expected, atol=5e-6, rtol=0)
-    if (
-        not layout.interleaved
-    ):  # without the conversion nothing is raised, and the scores are others
+    # Without the conversion nothing is raised, and the scores are others.
+    if not layout.interleaved:
         for rows, pairs in zip(weights, shared, strict=True):
             rows.copy_(pairs)
         assert float((probabilities(model, hidden) - expected).abs().max()) > 0.05
@@ -184,9 +183,8 @@ def test_the_picture_of_the_layouts_shows_the_conversion() -> None:
     for name, rotated, split in DRAWN:
         rows = torch.arange(8)[None]
         layout = Layout(name, interleaved=not split, rotated=rotated)
-        assert (
-            order(8, rotated, split=split) == reordered(rows, layout, to_complex=False)[0].tolist()
-        )
+        expected = reordered(rows, layout, to_complex=False)[0].tolist()
+        assert order(8, rotated, split=split) == expected
 
 
 def test_digits_of_the_page_are_those_of_the_position() -> None:

@@ -169,9 +169,8 @@ OF_A_BATCH = ("bitsandbytes 8", "torch dynamic int8", "torchao int8 dynamic")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("quantized") / "model"
     sizes: dict[str, Any] = {"hidden_size": 128, "head_dim": 32, "intermediate_size": 256}
-    zoo.build("llama", num_hidden_layers=2, tie_word_embeddings=False, **sizes).save_pretrained(
-        folder
-    )
+    model = zoo.build("llama", num_hidden_layers=2, tie_word_embeddings=False, **sizes)
+    model.save_pretrained(folder)
     return folder
 
 

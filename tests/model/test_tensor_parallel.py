@@ -358,8 +358,7 @@ def test_heads_that_DeepSpeed_has_shared_out_are_refused(model: PreTrainedModel)
 @pytest.mark.parametrize("case", PARTS)
 def test_scaled_queries_of_parts_of_texts(folder: Path, model: PreTrainedModel, case: str) -> None:
     expected = logits_of(patch_model(model, PARTS[case]))
-    found = torch.cat([parts[case] for parts in results(folder, "parts")], 1)
-    assert_near(found, expected)
+    assert_near(torch.cat([parts[case] for parts in results(folder, "parts")], 1), expected)
 
 
 def test_bands_of_parts_of_a_text_are_refused(model: PreTrainedModel) -> None:

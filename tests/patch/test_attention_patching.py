@@ -98,8 +98,7 @@ def test_peft_before_and_after(model: PreTrainedModel, name: str) -> None:
     apply(unpatch_model(wrapped), name)
     if name == "rerope":
         assert torch.equal(zoo.logits(wrapped, IDS), adapted)
-    loss = wrapped(input_ids=IDS, labels=IDS, use_cache=False).loss
-    loss.backward()
+    wrapped(input_ids=IDS, labels=IDS, use_cache=False).loss.backward()
     trained = [key for key, value in wrapped.named_parameters() if value.grad is not None]
     assert any("lora" in key for key in trained)
     assert any(".posenc." in key for key in trained) == (name == "t5")

@@ -265,8 +265,7 @@ def test_a_scaled_checkpoint_keeps_its_scaling_in_the_other_layers(tmp_path: Pat
     cases |= {0: halved, 1: replace(CASES["rerope"], table=YARN4)}
     assert_close(zoo.logits(model, IDS), reference(model, cases, IDS))
     model.save_pretrained(tmp_path)
-    loaded = hf_posenc.from_pretrained(tmp_path)
-    assert torch.equal(zoo.logits(loaded, IDS), zoo.logits(model, IDS))
+    assert torch.equal(zoo.logits(hf_posenc.from_pretrained(tmp_path), IDS), zoo.logits(model, IDS))
 
 
 BY_SEQUENCE = DynamicYaRN(update="sequence")

@@ -16,8 +16,7 @@ LISTS = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embe
 
 
 def saved(model_type: str, path: Path, method: str, **options: Any) -> dict[str, Any]:
-    model = patch_model(zoo.build(model_type), method, **options)
-    model.save_pretrained(path)
+    patch_model(zoo.build(model_type), method, **options).save_pretrained(path)
     values: dict[str, Any] = json.loads((path / "config.json").read_text(encoding="utf-8"))
     return values
 

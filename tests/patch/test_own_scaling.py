@@ -120,8 +120,7 @@ def test_phimoe_reads_its_long_list() -> None:
     unpatch_model(model)
     with patched(model, "pi", scale=1, compose=True):
         assert off(run(model, IDS).logits, long) < CLOSE
-    mscale = MSCALES["long_mscale"]
-    static = LongRoPE(short_factor=LONG, long_factor=LONG, attention_factor=mscale)
+    static = LongRoPE(short_factor=LONG, long_factor=LONG, attention_factor=MSCALES["long_mscale"])
     patch_model(model, static, replace=True)
     assert off(run(model, IDS).logits, long) < CLOSE
 

@@ -341,8 +341,7 @@ def test_inspect_rope_is_a_tuple_that_prints_as_a_table() -> None:
     assert len({row.index("model.") for row in rows} | {head.index("module")}) == 1  # aligned
     cells = re.findall("<td>(.*?)</td>", tables._repr_html_())
     assert cells == [cell for table in tables for cell in table.row()]
-    patch = get_patch(model)
-    assert str(patch).endswith(repr(tables))
+    assert str(get_patch(model)).endswith(repr(tables))
     assert copy.deepcopy(tables)._repr_html_() == tables._repr_html_()
 
 

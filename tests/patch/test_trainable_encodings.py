@@ -153,8 +153,7 @@ def test_the_encoding_alone_learns_and_is_saved(method: str, tmp_path: Path) -> 
     assert all(torch.equal(values[name], value) for name, value in frozen.items())
 
     model.save_pretrained(tmp_path)
-    block = json.loads((tmp_path / "config.json").read_text())["hf_posenc"]
-    assert block["method"] == method
+    assert json.loads((tmp_path / "config.json").read_text())["hf_posenc"]["method"] == method
     mine: dict[str, Any] = trained_parameters(model)
     with safe_open(tmp_path / "model.safetensors", "pt") as file:
         assert set(mine) <= set(file.keys())

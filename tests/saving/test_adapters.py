@@ -150,8 +150,7 @@ class TestCarriesItsPatch:
         model.add_adapter("other", copy.deepcopy(model.peft_config["default"]))
         model.set_adapter("other")
         stepped(model, steps=3).eval()
-        two = zoo.logits(model, IDS)
-        assert not torch.equal(one, two)
+        assert not torch.equal(one, zoo.logits(model, IDS))
         with pytest.raises(PosencError, match="has an adapter already"):
             lora_config(model.get_base_model())
         model.set_adapter("default")
@@ -198,8 +197,7 @@ class TestPlainConfig:
             saved(model, adapter)
         assert json.loads((adapter / "adapter_config.json").read_text())["peft_type"] != "LORA"
         expected = zoo.logits(model.eval(), IDS)
-        loaded = from_pretrained(adapter).eval()
-        assert torch.equal(zoo.logits(loaded, IDS), expected)
+        assert torch.equal(zoo.logits(from_pretrained(adapter).eval(), IDS), expected)
         with pytest.raises(PosencError, match=r"hf_posenc.from_pretrained"):
             peft.PeftModel.from_pretrained(load(base), str(adapter))
         unpatch_model(model)

@@ -345,8 +345,7 @@ class TestCommands:
         options = "--to transformers5 --patch yarn:scale=4 --output"
         succeeded("export", plain[1], *options.split(), folder)
         exported = AutoModelForCausalLM.from_pretrained(folder)
-        patched = patch_model(llama(), "yarn", scale=4)
-        torch.testing.assert_close(logits(exported), logits(patched))
+        torch.testing.assert_close(logits(exported), logits(patch_model(llama(), "yarn", scale=4)))
         config = json.loads((folder / "config.json").read_text())
         assert (config["architectures"], config["dtype"]) == (["LlamaForCausalLM"], "float32")
         assert load_tokenizer(str(folder)).encode("the", add_special_tokens=False) == [257]

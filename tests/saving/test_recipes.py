@@ -191,8 +191,7 @@ def _model(
 def _native(name: str) -> PreTrainedModel:
     """The checkpoint's architecture and published scaling, as transformers reads them; tiny random weights."""
     published = PUBLISHED[name]
-    length = published.max_position_embeddings
-    return _model(published, published.theta, length, published.scaling)
+    return _model(published, published.theta, published.max_position_embeddings, published.scaling)
 
 
 def _base(name: str, weights: PreTrainedModel) -> PreTrainedModel:
@@ -283,8 +282,7 @@ def test_the_long_lists_are_copied_digit_by_digit() -> None:
 
 def test_a_recipe_is_what_save_patch_writes(tmp_path: Path) -> None:
     name = "llama-2-yarn-64k"
-    model = load_patch(_base(name, _native(name)), name)
-    save_patch(model, tmp_path)
+    save_patch(load_patch(_base(name, _native(name)), name), tmp_path)
     saved = json.loads((tmp_path / "posenc_config.json").read_text())
     recipe = _recipe(name)
     for key in ("format", "method", "scale", "original_max_position_embeddings", "layers"):
@@ -294,8 +292,7 @@ def test_a_recipe_is_what_save_patch_writes(tmp_path: Path) -> None:
 def test_dual_chunk_is_that_of_vllm() -> None:
     """`DualChunkRotaryEmbedding` of vLLM with the config of Qwen2.5-1M, from reading it, at the real lengths."""
     chunk_size, local_size, trained = 262144, 8192, 262144
-    name = "qwen2.5-1m"
-    recipe = PatchConfig.from_dict(_recipe(name))
+    recipe = PatchConfig.from_dict(_recipe("qwen2.5-1m"))
     dual_chunk, temperature = recipe.build()
     assert isinstance(dual_chunk, RotaryBands)
     chunk = chunk_size - local_size
@@ -338,8 +335,7 @@ def test_dpe_has_the_sizes_of_its_authors(name: str) -> None:
 @pytest.mark.parametrize("name", OF_LAMPE)
 def test_lampe_has_the_room_of_its_authors(name: str) -> None:
     room, length = OF_LAMPE[name]
-    config = PatchConfig.from_dict(_recipe(name))
-    (method,) = config.build()
+    (method,) = PatchConfig.from_dict(_recipe(name)).build()
     assert isinstance(method, LaMPE)
     assert method.room(length) == room
     assert (method.head, method.tail) == (512, 200)

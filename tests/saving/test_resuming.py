@@ -52,8 +52,7 @@ def equal(first: Any, second: Any) -> bool:
 
 @pytest.mark.parametrize("method", quick(STATIC, ["alibi"]))
 def test_trainer(method: str, tmp_path: Path) -> None:
-    ids = zoo.tokens(80, batch=4).tolist()
-    rows = [{"input_ids": row, "labels": row} for row in ids]
+    rows = [{"input_ids": row, "labels": row} for row in zoo.tokens(80, batch=4).tolist()]
 
     def train(folder: str | None = None) -> Any:
         trainer = Trainer(patched(method), settings(tmp_path), train_dataset=rows)

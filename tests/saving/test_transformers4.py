@@ -88,8 +88,7 @@ def cases(folder: Path) -> Iterator[tuple[str, Path, Path, str, bool]]:
     for architecture in ARCHITECTURES:
         for method in METHODS:
             model = zoo.build(architecture)
-            pairs = inspect_rope(model)[-1].dim // 2
-            patch_model(model, method, **options_of(method, pairs))
+            patch_model(model, method, **options_of(method, inspect_rope(model)[-1].dim // 2))
             saved = folder / f"{architecture}-{method}"
             model.save_pretrained(saved)
             found = export(saved, "transformers4")

@@ -87,9 +87,8 @@ def test_the_first_row_is_read_from_the_trace(model_type: str, start: int, rows:
 
 def test_slopes_of_alibi_are_those_of_the_paper() -> None:
     facts = inspected("bloom").sources[0].facts
-    slopes = [
-        2 ** (-8 * (head + 1) / 4) for head in range(4)
-    ]  # Press et al. 2022, section 3, for 4 heads
+    # Press et al. 2022, section 3, for 4 heads.
+    slopes = [2 ** (-8 * (head + 1) / 4) for head in range(4)]
     assert facts == f"slopes {', '.join(f'{slope:.4g}' for slope in slopes)}"
 
 

@@ -191,13 +191,11 @@ def check(kind: str, name: str, length: int = LENGTH) -> None:
     before = zoo.logits(model, ids[:, :LENGTH])
     patch(model, name)
     other = reference(own, model, name)
-    for (
-        module
-    ) in other.modules():  # transformers 5.24 still looks rows up that the formulas do not read
+    # Transformers 5.24 still looks rows up that the formulas do not read.
+    for module in other.modules():
         if isinstance(table := getattr(module, "embed_positions", None), Tensor):
             module.embed_positions = table.new_zeros(length, table.shape[1])
-    want = zoo.logits(other, ids)
-    assert zoo.relative_difference(zoo.logits(model, ids), want) < 1e-5
+    assert zoo.relative_difference(zoo.logits(model, ids), zoo.logits(other, ids)) < 1e-5
     unpatch_model(model)
     assert torch.equal(zoo.logits(model, ids[:, :LENGTH]), before)
 
@@ -500,8 +498,7 @@ def test_attention_without_a_mask_sees_both_directions() -> None:
         return torch.softmax(q @ k.transpose(-1, -2), dim=-1) @ v
 
     module = Written(encoder)
-    found = search(module, lambda: module(*arguments()))
-    assert found.both_directions == [module]
+    assert search(module, lambda: module(*arguments())).both_directions == [module]
 
 
 @pytest.mark.parametrize("texts_first", [True, False])
@@ -535,8 +532,7 @@ def test_real_scores_beside_those_that_are_followed_are_refused_as_weights() -> 
 
     module, given = Written(function), arguments()
     hand_over(search(module, lambda: module(*given)))
-    encoding = replace(Encoding.of([ALiBi()], 8), heads=3)
-    Layer(encoding, patched=True).attach(module)
+    Layer(replace(Encoding.of([ALiBi()], 8), heads=3), patched=True).attach(module)
     with pytest.raises(PosencError, match="Written applies tanh to its attention scores"):
         module(*given, posenc=HERE)
 

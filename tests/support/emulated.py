@@ -109,9 +109,8 @@ def _visible(
     own = torch.searchsorted(queries, row, right=True) - 1
     ends = first[1:] if counts is None else first[:-1] + counts
     begin, end = first[own][:, None], ends[own][:, None]
-    distance = (row - queries[own + 1])[:, None] - (
-        column - end
-    )  # both from the end of its sequence
+    # Both from the end of its sequence.
+    distance = (row - queries[own + 1])[:, None] - (column - end)
     visible = (column >= begin) & (column < end)
     if right >= 0:
         visible &= distance >= -right

@@ -78,8 +78,7 @@ def trained(model: Any) -> Any:
     generator = torch.Generator().manual_seed(0)
     for name, value in model.named_parameters():
         if ".posenc." in name:
-            values = 0.3 + 0.4 * torch.rand(value.shape, generator=generator)
-            value.data.copy_(values)
+            value.data.copy_(0.3 + 0.4 * torch.rand(value.shape, generator=generator))
     return model
 
 
@@ -312,8 +311,7 @@ def functional(model: Any, kind: Kind) -> Tensor:
     with torch.no_grad():
         values = {name: value.detach().clone() for name, value in model.named_parameters()}
         _zero(model.parameters())
-        call = torch.func.functional_call(model, values, (), texts(model, kind))
-        logits: Tensor = call.logits
+        logits: Tensor = torch.func.functional_call(model, values, (), texts(model, kind)).logits
     return logits.double()
 
 

@@ -159,9 +159,8 @@ def _multimodal_text_types() -> dict[str, str]:
                 continue
             text_type = getattr(config_class, "model_type", "")
             rotary = _ROTARY_MODULE.search(source_of(modelling_module(config_class)))
-            if text_type in decoder_types() or (
-                rotary and "rope_parameters" in field_names(config_class)
-            ):
+            rotates = rotary and "rope_parameters" in field_names(config_class)
+            if text_type in decoder_types() or rotates:
                 found[model_type] = text_type
     return found
 

@@ -237,9 +237,8 @@ def _shrunken_rope(default: PretrainedConfig, head_dim: int) -> dict[str, Any]:
     """The fields that shrink ``rope_parameters``; none where there is nothing to shrink."""
     rope = copy.deepcopy(getattr(default, "rope_parameters", None) or {})
     fields: dict[str, Any] = {}
-    if sections := _mrope_sections(
-        default, int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
-    ):
+    pairs = int(head_dim * rope.get("partial_rotary_factor", 1.0)) // 2
+    if sections := _mrope_sections(default, pairs):
         rope["mrope_section"] = sections
         fields["rope_parameters"] = rope
     if "original_max_position_embeddings" in rope:  # a checkpoint that is scaled already

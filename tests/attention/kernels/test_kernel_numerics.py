@@ -227,8 +227,7 @@ def test_gradients_are_the_same_in_every_run(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("name", ["alibi", "t5"])
 def test_the_check_before_the_first_use_compares_gradients(name: str) -> None:
-    case = Case(name, queries=70)
-    call, encoding = case.made()
+    call, encoding = Case(name, queries=70).made()
     parameters: Any = encoding.parameters
     parameters.requires_grad_(True)
     found = compare(engine.backend_of("triton biased"), call, encoding, gradients=True)

@@ -316,8 +316,7 @@ def test_a_step_is_traced_in_one_graph(name: str) -> None:
 
     @torch.compile(fullgraph=True, backend=backend)
     def step(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        moved = replace(call, query=query, key=key, value=value)
-        return engine.attend(moved, encoding)[0]
+        return engine.attend(replace(call, query=query, key=key, value=value), encoding)[0]
 
     assert step(call.query, call.key, call.value).shape == call.query.shape
     assert len(graphs) == 1
@@ -335,8 +334,7 @@ def test_training_is_traced_in_one_graph_each_way(name: str) -> None:
 
     @torch.compile(fullgraph=True, backend=aot_autograd(fw_compiler=kept))
     def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        moved = replace(call, query=query, key=key, value=value)
-        return engine.attend(moved, encoding)[0]
+        return engine.attend(replace(call, query=query, key=key, value=value), encoding)[0]
 
     out = attention(call.query, call.key, call.value)
     found = torch.autograd.grad(out, leaves, torch.empty_like(out))
