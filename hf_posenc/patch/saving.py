@@ -18,7 +18,6 @@ from typing import Any
 
 from torch import nn
 
-from hf_posenc.diagnosis import loader_of
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import available_methods
 from hf_posenc.model.unwrapping import swapped
@@ -113,9 +112,9 @@ def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
     file = Path(directory) / "config.json"
     values: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     methods = " + ".join(name for name, _ in state.config.parts)
-    autos, found = [*_auto_classes(model)], loader_of(model.config).__name__
-    auto = found if found in autos else (*autos, type(model).__name__)[0]
-    given = "" if found in (auto, type(model).__name__) else f"(..., auto_class={auto})"
+    autos = [*_auto_classes(model)]
+    auto = max(autos or [type(model).__name__], key=lambda name: ("LM" in name, name))
+    given = f"(..., auto_class={auto})" if "AutoModel" in autos else ""  # without a head
     advice = (
         f"{methods} needs hf_posenc. Load this model with hf_posenc.from_pretrained{given}, or with {auto} and "
         "trust_remote_code=True where hf_posenc is installed."
