@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
@@ -240,7 +241,10 @@ def _affordable(cache: Any, count: int) -> int:
     """Return how many copies of a cache, at most so many, fit into memory to spare; 1 if it is not known."""
     layers = getattr(cache, "layers", ())
     tensors: list[Any] = [getattr(layer, x, None) for layer in layers for x in ("keys", "values")]
-    if not tensors or not all(isinstance(x, Tensor) for x in tensors):
+    # Other layers also keep states of convolutions or compressors, which an inherited method does not repeat.
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    repeated = all("batch_repeat_interleave" in vars(kind) for kind in kinds)
+    if not (tensors and repeated and all(isinstance(x, Tensor) for x in tensors)):
         return 1
     size, device = sum(x.nbytes for x in tensors), tensors[0].device
     spare = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else SPARE

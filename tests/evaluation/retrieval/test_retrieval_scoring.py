@@ -201,7 +201,8 @@ def test_a_model_that_ignores_the_question_ranks_nothing_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["mistral", "bloom", "qwen3_next", *late(["gemma2", "gpt_oss"])]
+    "model_type",
+    ["mistral", "bloom", "qwen3_next", "falcon_h1", *late(["deepseek_v4", "gemma2", "gpt_oss"])],
 )
 def test_windows_that_have_slid_are_restored(model_type: str) -> None:
     model = zoo.build(model_type, vocab_size=VOCABULARY)
