@@ -325,10 +325,8 @@ def _blocks(
     if not counts.skipped and not counts.documents:
         raise PosencError("There is no document to read.")
     if not counts.blocks:
-        why = f"together they have {cutter.tokens:,} tokens"
-        if counts.skipped:
-            more = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
-            why = f"{counts.reason}{more}"
+        more = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
+        why = f"{counts.reason}{more}" or f"together they have {cutter.tokens:,} tokens"
         raise PosencError(
             f"No document can be used for training ({why}). A block has {counts.length:,} tokens: give more or longer "
             "texts, a shorter --block-length, or --positions packed, which puts short documents side by side."
