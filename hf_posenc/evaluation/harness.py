@@ -75,9 +75,8 @@ class PatchedLM(HFLM):  # type: ignore[misc]
             if candidate.auto_scale:
                 original = candidate.checked(self._model).original
                 if self._target is None or original is None:
-                    raise PosencError(
-                        f"patch={candidate.spec}: give a scale, as in scale=4, or max_length."
-                    )
+                    problem = f"patch={candidate.spec}: give a scale, as in scale=4, or max_length."
+                    raise PosencError(problem)
                 scale = max(1.0, int(self._target) / original)
             method, options = candidate.arguments(scale)
             patch_model(self._model, method, **options)

@@ -79,9 +79,10 @@ GPU = "gpu"
 def get_suite(name: str) -> Suite:
     """Return the suite of this name; refuse an unknown one."""
     if name == GPU:
-        raise PosencError(
+        problem = (
             "The suite gpu takes no model and no documents: use device.run.GpuRun(options).run()."
         )
+        raise PosencError(problem)
     if name not in SUITES:
         raise unknown("suite", name, (*SUITES, GPU))
     return SUITES[name]

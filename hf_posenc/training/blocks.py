@@ -325,10 +325,8 @@ def _blocks(
     if not counts.skipped and not counts.documents:
         raise PosencError("There is no document to read.")
     if not counts.blocks:
-        why = f"together they have {cutter.tokens:,} tokens"
-        if counts.skipped:
-            more = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
-            why = f"{counts.reason}{more}"
+        more = f"; and {counts.skipped - 1:,} more" if counts.skipped > 1 else ""
+        why = f"{counts.reason}{more}" or f"together they have {cutter.tokens:,} tokens"
         raise PosencError(
             f"No document can be used for training ({why}). A block has {counts.length:,} tokens: give more or longer "
             "texts, a shorter --block-length, or --positions packed, which puts short documents side by side."
@@ -377,15 +375,17 @@ def without(
     source: Source, held: Sequence[TokenizedDocument], tokenizer: Any, *, own: bool = True
 ) -> Source:
     """Return a source without documents that begin with all tokens of a scored one, nor those held out of its `own`."""
-    names = sorted(document.name for document in held)
+    names, vocabulary = sorted(document.name for document in held), Vocabulary(tokenizer)
 
     def read() -> Iterator[Entry]:
         for entry, out in _parted(source) if own else ((entry, False) for entry in source):
             if out and entry.name in names:
                 continue
-            if isinstance(entry, Document | LongDocument):
-                with suppress(UnreadableError):  # who cuts it into blocks gives the reason
+            with suppress(UnreadableError):  # who cuts it into blocks gives the reason
+                if isinstance(entry, Document | LongDocument):
                     entry = tokenize(entry, tokenizer)
+                elif isinstance(entry, TokenizedDocument):
+                    entry = vocabulary.usable(entry)  # without special tokens, as what is scored
             if isinstance(entry, TokenizedDocument):
                 starts = (x for x in held if np.array_equal(entry.ids[: len(x)], x.ids))
                 if (other := next(starts, None)) is not None:

@@ -263,9 +263,7 @@ class PerplexityCallback(TrainerCallback):
         result = self._scores.measure(model, state.global_step, tokens_seen=seen)
         label = label_of(unwrap(model, adapters=False), state.global_step)
         cells = [cell for cell in result.cells if cell.method == label]
-        numbers = {
-            f"eval_{each.protocol}_perplexity_{each.length}": each.perplexity for each in cells
-        }
+        numbers = {f"eval_{x.protocol}_perplexity_{x.length}": x.perplexity for x in cells}
         self._trainer.log(dict(numbers))
         return numbers
 

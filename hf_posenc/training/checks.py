@@ -69,7 +69,7 @@ def check_run(
         raise PosencError(
             f"{name} follows the longest text of a batch or row (update={update!r}), and with positions={positions!r} "
             "that length differs between batches and processes: the same weights would be trained with different "
-            "frequencies at once. Use positions='contiguous', whose blocks have one length, update='row', or a static "
+            "frequencies at once. Use --positions contiguous, whose blocks have one length, update='row', or a static "
             "method (yarn, ntk_by_parts, ...)."
         )
     _check_parallelism(patch, [*moving], positions, arguments)
@@ -117,7 +117,7 @@ def _check_parallelism(
         if size > 1 and dropped is not None:
             raise PosencError(
                 f"{name} parallelism (size {size}) splits a text over the processes and computes attention itself, "
-                f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and positions='contiguous', "
+                f"without any mask: {dropped}. Use a static frequency method (yarn, ...) and --positions contiguous, "
                 "or train without it (FSDP2, ZeRO-3, tensor parallelism, --gradient-checkpointing)."
             )
 
@@ -216,14 +216,14 @@ def check_dependencies(
     if positions == "packed" and any(reads):
         raise PosencError(
             f"In {name} packed documents attend to each other: its layers carry a state, its attention takes no mask, "
-            "or its mask ignores positions. Use positions='contiguous', or another attention (--attn sdpa)."
+            "or its mask ignores positions. Use --positions contiguous, or another attention (--attn sdpa)."
         )
     if positions not in DRAWS:
         return
     if not all(reads):
         raise PosencError(
             f"{name} separates the parts of a text where positions jump: positions={positions!r} would train on short "
-            "texts. Use positions='contiguous'."
+            "texts. Use --positions contiguous."
         )
     drawn = batch["position_ids"]
     plain = torch.arange(drawn.shape[1]).expand_as(drawn)
@@ -238,7 +238,7 @@ def check_dependencies(
     if same:
         raise PosencError(
             f"{name} does not read position_ids: positions={positions!r} would have no effect. Use "
-            "positions='contiguous'."
+            "--positions contiguous."
         )
 
 
@@ -269,7 +269,7 @@ def _logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         if "unexpected keyword argument" not in str(error):
             raise
         raise PosencError(
-            f"{_describe(model)} does not accept positions: {error}. Use positions='contiguous'."
+            f"{_describe(model)} does not accept positions: {error}. Use --positions contiguous."
         ) from error
     logits: Tensor | None = getattr(output, "logits", None)
     if logits is None:

@@ -217,6 +217,8 @@ class ChunkedLoss:
         off = {name: False for name in ("use_cache", "output_router_logits") if name in accepted}
         options = {**without_loss(arguments), **off}
         options = {name: value for name, value in options.items() if name not in CACHES}
+        tensors = ((name, x) for name, x in options.items() if isinstance(x, Tensor))
+        rows = {name for name, x in tensors if x.shape[:2] == hidden.shape[:2]}
         # The modules sharded by FSDP2 that are neither in the decoder nor around it.
         sharded = [part for part in self.model.modules() if isinstance(part, FSDPModule)]
         inside = set(self._decoder.modules())
@@ -225,12 +227,7 @@ class ChunkedLoss:
         def logits(states: Tensor, part: slice) -> Tensor:
             # Contiguous, as the whole is: some heads view it in another shape.
             handed = _with_hidden(sliced(output, part), states.contiguous())
-            few = {
-                name: value[:, part]
-                if isinstance(value, Tensor) and value.shape[:2] == hidden.shape[:2]
-                else value
-                for name, value in options.items()
-            }
+            few = {name: x[:, part] if name in rows else x for name, x in options.items()}
             with self._returning(handed), sums, unsharded(sharded):
                 found: Tensor = self._forward(**few).logits
                 return found
@@ -387,10 +384,7 @@ class _Stub(nn.Module):
 
 def runs_here(model: nn.Module) -> bool:
     """Return whether all weights are on this process: neither on the meta device nor sharded."""
-    absent = (
-        weight.is_meta or not weight.numel() or isinstance(weight, DTensor)
-        for weight in model.parameters()
-    )
+    absent = (w.is_meta or not w.numel() or isinstance(w, DTensor) for w in model.parameters())
     return not is_fsdp_enabled() and not any(absent)
 
 

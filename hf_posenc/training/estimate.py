@@ -125,6 +125,7 @@ def print_cost(
     """Print steps, memory and time of a run, and what the estimates rest on."""
     shape, chunk = read_shape(model), choice.loss_chunk
     batch, forwards = arguments.train_batch_size, arguments.gradient_accumulation_steps
+    checkpointing = getattr(arguments, "activation_checkpointing", arguments.gradient_checkpointing)
     step = step_cost(
         shape,
         [*choose_parameters(model, choice.train, lora_rank=choice.lora_rank).parameters()],
@@ -134,9 +135,7 @@ def print_cost(
         accumulation=forwards,
         train=choice.train,
         mixed=arguments.bf16 or arguments.fp16,
-        checkpointing=bool(
-            getattr(arguments, "activation_checkpointing", arguments.gradient_checkpointing)
-        ),
+        checkpointing=bool(checkpointing),
         optimizer=str(getattr(arguments.optim, "value", arguments.optim)),
         shards=arguments.world_size if will_be_sharded(arguments) else 1,
     )

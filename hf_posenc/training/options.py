@@ -114,14 +114,14 @@ class DataArguments:
         positions: contiguous: blocks of one document; packed: short documents side by side that do not attend to each
             other; pose, random, cream, endprompt, endprompt_random: short blocks whose positions reach
             the target length.
-        terminal_prompt: The end of every block, of --positions endprompt.
+        terminal_prompt: The end of every block, of --positions endprompt and endprompt_random.
         curriculum: Rising factors on the original length, as in 1,2,4,8: positions that are drawn reach one after
             another, each in an equal share of the steps.
         target_length: Context in tokens, as 32768 or 32k; by default the patch's.
         block_length: Tokens in an example; by default the target length, and the original length where positions are
             drawn.
-        score_text: Documents to score, as --text, or give --score-dataset; by default every tenth document to train
-            on, from the second on, or the last tenth of a single one: it is not trained on.
+        score_text: Documents to score, as --text, or give --score-dataset; by default, of every tenth document to train
+            on, from the second on, the first --score-documents that are long enough, or the last tenth of a single one.
         score_dataset: As --dataset, for the held-out documents.
         score_split: Split of --score-dataset.
         score_documents: Number of held-out documents.
@@ -154,16 +154,12 @@ class DataArguments:
 
     def source(self, text: Sequence[str], dataset: str | None, split: str) -> DocumentOptions:
         """Return the options of the documents to train on, or of those to score."""
-        return DocumentOptions(
-            text=text,
-            dataset=dataset,
-            config=self.dataset_config,
-            split=split,
-            column=self.column,
-            encoding=self.encoding,
-            streaming=self.streaming,
-            tokenized=self.tokenized,
-        )
+        names = ("column", "encoding", "streaming", "tokenized")
+        same: dict[str, Any] = {
+            "config": self.dataset_config,
+            **{n: getattr(self, n) for n in names},
+        }
+        return DocumentOptions(text=text, dataset=dataset, split=split, **same)
 
 
 @dataclass

@@ -98,17 +98,13 @@ def choose_parameters(
     own = trained_parameters(model)
     if train == "encoding" and not own:
         patch = get_patch(model)
-        reason = (
-            "This model is not patched" if patch is None else f"{patch.method} has no parameters"
-        )
+        reason = f"{patch.method} has no parameters" if patch else "This model is not patched"
         able = [name for name in available_methods() if get_method(name).trainable]
         raise PosencError(
             f"{reason}, so train='encoding' has nothing to train. Patch the model with one of {', '.join(able)}, or "
             "use train='full' or 'lora'."
         )
-    chosen = {
-        id(weight) for weight in (own.values() if train == "encoding" else model.parameters())
-    }
+    chosen = {id(w) for w in (own.values() if train == "encoding" else model.parameters())}
     constant = {id(tensor) for tensor in _formulas(model)}
     for weight in model.parameters():
         trains = weight.is_floating_point() and id(weight) not in constant
@@ -211,6 +207,7 @@ def lora_config(
             modules_to_save = [_PEFTS_HEAD, *modules_to_save]
     if trained_parameters(model):
         modules_to_save = [*modules_to_save, PARAMETERS]
+    names = [path for path, module in model.named_modules() if module is embeddings]
     values: dict[str, Any] = {
         "r": rank,
         "lora_alpha": alpha,
@@ -218,12 +215,7 @@ def lora_config(
         # A text is a regular expression, as for PEFT.
         "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
         "modules_to_save": list(modules_to_save) or None,
-        "ensure_weight_tying": tied
-        and any(
-            path.endswith(tuple(modules_to_save))
-            for path, module in model.named_modules()
-            if module is embeddings
-        ),
+        "ensure_weight_tying": tied and any(n.endswith(tuple(modules_to_save)) for n in names),
         "task_type": "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **options,
     }

@@ -154,11 +154,9 @@ def _check_deepspeed(arguments: TrainingArguments | None) -> None:
     clipping = plugin.deepspeed_config.get("gradient_clipping")
     norm = None if arguments is None else arguments.max_grad_norm
     if clipping != "auto" and (not clipping if norm is None else (clipping or 0.0) != norm):
-        raise PosencError(
-            f"DeepSpeed clips gradients itself, and its gradient_clipping is {clipping}"
-            + ("" if norm is None else f" while max_grad_norm is {norm:g}")
-            + ". Set both to the same number."
-        )
+        other = "" if norm is None else f" while max_grad_norm is {norm:g}"
+        own = f"DeepSpeed clips gradients itself, and its gradient_clipping is {clipping}{other}"
+        raise PosencError(f"{own}. Set both to the same number.")
 
 
 def group_shard() -> Shard:

@@ -20,9 +20,11 @@ from transformers import Trainer, TrainingArguments
 from hf_posenc.engines import ENGINES, Export, export_source
 from hf_posenc.engines.engine import open_source
 from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
+from hf_posenc.evaluation.documents.source import refuse_ignored
 from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.measuring.candidates import Candidate
 from hf_posenc.evaluation.measuring.identity import environment, global_shape
+from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import available, write_figure
 from hf_posenc.files import finite, to_json, write_atomically
@@ -331,20 +333,32 @@ def print_report(scores: PerplexityResult | None, folder: Path) -> None:
     console.print(f"\nThe model and its card are in {folder}", soft_wrap=True)
 
 
-def print_next(folder: Path, texts: Sequence[str], lengths: Sequence[int]) -> None:
-    """Print the commands that measure, serve and push the result; texts are the documents that were scored."""
+def print_next(
+    folder: Path, scored: DocumentOptions, held_out: Sequence[str], lengths: Sequence[int]
+) -> None:
+    """Print the commands that measure, serve and push the result; `held_out` are names of training documents."""
     where, span = shlex.quote(str(folder)), ",".join(map(str, sorted({*lengths})))
-    measure = f"perplexity {where} --lengths {span}"
-    if texts and all(Path(text).exists() for text in texts):
-        measure += f" --text {shlex.join(texts)}"
-    elif texts:  # a part of a text, or rows of a dataset
-        measure = f"retrieval {where} --tasks passkey --lengths {span}"
+    texts, dataset, tokens = [*(scored.text or held_out)], scored.dataset, scored.tokenized
+    bare = DocumentOptions(text=texts, dataset=dataset, tokenized=tokens)
+    measure = f"perplexity {where} --lengths {span}" + f" --text {shlex.join(texts)}" * bool(texts)
+    names = ("dataset", "config", "split", "column", "tokenized", "encoding")
+    for name in names if texts or dataset else ():
+        value = getattr(scored, name)
+        with contextlib.suppress(PosencError):  # one that these documents do not use
+            refuse_ignored(dataclasses.replace(bare, **{name: value}))
+            if value != getattr(DocumentOptions, name):
+                measure += f" --{name} {shlex.quote(value)}"
+    if not all(Path(name).exists() for name in held_out):  # a part of a text, or rows
+        measure = f"retrieval {where} --lengths {span} --tasks passkey"
+    export = ""
+    with contextlib.suppress(UnsupportedModelError):  # no rotary table, no export
+        if export_source(open_source(folder), "vllm").possible:
+            export = f"\n  hf-posenc export {where} --to vllm"
     print(f"""
 Next:
-  hf-posenc {measure}
-  hf-posenc export {where} --to vllm
+  hf-posenc {measure}{export}
   {upload(f"YOUR_NAME/{folder.resolve().name}", folder)}""")
-    if not texts:
+    if not texts and not dataset:
         print("The first reads the beginnings of held-out modules of the standard library.")
 
 

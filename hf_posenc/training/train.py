@@ -24,6 +24,7 @@ from hf_posenc.evaluation.documents.source import Source, source_of
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, original_length
 from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.evaluation.options import ModelOptions
+from hf_posenc.evaluation.scoring.decoder import position_limit, too_long
 from hf_posenc.model.context import length_of
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.patch.report import Patch
@@ -118,15 +119,22 @@ def finetune(parsed: Arguments) -> None:
         model = loading.open_sizes(sizes)[0]
     else:
         dtype = processes.loading_dtype(name, choice.dtype, arguments)
+        loading.build_empty(name, loading.load_config(name), causal=True)
         with processes.whole_weights(arguments):  # a patch is verified on all of them
             model = loading.load_model(name, dtype=dtype, device="cpu", attn=choice.attn)
         loaded = weights_hash(model)
+    if hasattr(model, "peft_config"):
+        way = f"merge it first, by `hf-posenc export {name} --to transformers5`"
+        raise PosencError(f"{name} is an adapter, which is not trained further: {way}.")
     set_seed(arguments.seed)  # for random parameters of a patch or a LoRA
     apply_patch(model, choice.patch, data.target_length)
     patch = get_patch(model)
     lengths = resolve_lengths(
         model, data.positions, data.target_length, data.block_length, data.curriculum
     )
+    longest = lengths.target if data.positions in options.DRAWN else lengths.block
+    if (limit := position_limit(model)) is not None and longest > limit:
+        raise too_long(model, longest, limit)
     if choice.distill == "short" and lengths.block > lengths.original:
         raise PosencError(
             f"--distill short: blocks of {lengths.block:,} tokens are longer than the {lengths.original:,} that the "
@@ -152,8 +160,8 @@ def finetune(parsed: Arguments) -> None:
     source = source_of(data.source(data.text, data.dataset, data.split))
     scores, held_out = None, list[str]()
     spans = data.score_lengths or [lengths.original, lengths.target]
+    scored = data.source(data.score_text, data.score_dataset, data.score_split)
     if data.score:
-        scored = data.source(data.score_text, data.score_dataset, data.score_split)
         # Texts that are given, and none to score: some of them are held out.
         taken = not (source.embedded or scored.text or scored.dataset)
         try:
@@ -168,10 +176,11 @@ def finetune(parsed: Arguments) -> None:
                 tail_tokens=data.tail_tokens,
             )
         except PosencError as error:
-            raise PosencError(
-                f"No perplexity can be measured: {error} Give --score-text or --score-dataset, or train with "
-                "--no-score."
-            ) from error
+            problem = str(error).replace("--lengths", "--score-lengths")
+            named = "--" in problem or scored.text or scored.dataset
+            others = "" if named else "Give --score-text or --score-dataset. "
+            problem = f"No perplexity can be measured: {problem} {others}Or train with --no-score."
+            raise PosencError(problem) from error
         if taken:
             held_out = [document.name for document in scores.documents]
     if source.embedded:
@@ -263,7 +272,8 @@ def finetune(parsed: Arguments) -> None:
         folder.save(lambda path: result.write_result(path, trainer, log, table, name=repository))
     if arguments.process_index == 0:
         result.print_report(table, output)
-        result.print_next(output, data.score_text or held_out, spans)
+        with processes.whole_weights(arguments):  # one process alone builds a model, for its export
+            result.print_next(output, scored, held_out, spans)
         if pushes:
             result.push(output, repository, arguments)
 
@@ -274,15 +284,14 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
     Methods without a given scale reach the target length. A patched model is not patched again without `replace=true`.
     """
     patch = get_patch(model)
-    keep = "Leave --patch out to train it further as it is"
-    saved = f"this model was saved with {str(patch).splitlines()[0]}. {keep}"
+    saved = f"this model was saved with {str(patch).splitlines()[0]}. Leave --patch out to train it further as it is"
     if text is None and patch is None:
         raise PosencError(
             "The model carries no patch: give --patch, e.g. yarn:scale=4, or --patch none to train it as it is."
         )
-    if text is not None and text.strip().lower() == UNPATCHED and patch is not None:
-        raise PosencError(f"--patch none: {saved}.")
     if text is None or text.strip().lower() == UNPATCHED:
+        if text is not None and patch is not None:
+            raise PosencError(f"--patch none: {saved}.")
         return
     candidate = Candidate.parse(text, unpatched=False)
     beside = dict(candidate.beside)
@@ -339,9 +348,8 @@ def resolve_lengths(
         raise PosencError(
             f"--block-length {block}: an example has from 2 to {target:,} tokens, the target length."
         )
-    if curriculum is None:
-        return Lengths(original, target, block)
-    return Lengths(original, target, block, _stages(curriculum, original, target, block))
+    stages = None if curriculum is None else _stages(curriculum, original, target, block)
+    return Lengths(original, target, block, stages)
 
 
 def _stages(curriculum: str, original: int, target: int, block: int) -> tuple[int, ...]:

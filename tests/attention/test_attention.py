@@ -335,9 +335,7 @@ def test_masks_of_four_dimensions() -> None:
 @pytest.mark.parametrize(
     ("name", "options"), [("rerope", {"window": 40}), ("alibi", {"keep_rope": True})]
 )
-def test_what_a_mask_adds_is_added(
-    name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_a_mask_adds_is_added(name: str, options: dict[str, Any], monkeypatch: Any) -> None:
     """Of a whole text and of steps: as transformers adds it where a method does nothing, or where it is taken back."""
     monkeypatch.setattr(exact, "SCRATCH", 1)  # blocks of 16 queries
     model, ids, positions = build(), zoo.tokens(30), torch.arange(30)[None]
@@ -410,9 +408,7 @@ def test_a_factor_is_for_rotated_features_alone() -> None:
 
 
 @torch.no_grad()
-def test_nothing_of_a_forward_stays(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_nothing_of_a_forward_stays(model: PreTrainedModel, monkeypatch: Any) -> None:
     """Layers share positions, masks and angles by the tensors of a forward, and end with them."""
     apply(model, "rerope")
     callee: Any = model

@@ -190,9 +190,7 @@ def test_windows_are_narrow_where_the_bias_is_steep() -> None:
     assert windows[1] == 500
 
 
-def test_a_penalty_leaves_out_far_keys_without_a_visible_error(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_penalty_leaves_out_far_keys_without_a_visible_error(monkeypatch: Any) -> None:
     told: list[Tensor | None] = []
 
     def noted(*given: Any, windows: Tensor | None, **more: Any) -> Tensor:
@@ -323,9 +321,7 @@ def test_decode_compiles_in_one_graph() -> None:
     torch.testing.assert_close(compiled(q, k, v), step(q, k, v))
 
 
-def test_many_features_of_few_keys_are_converted_one_by_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_many_features_of_few_keys_are_converted_one_by_one(monkeypatch: Any) -> None:
     monkeypatch.setattr(softmax, "CONVERTED", 1)
     q, k, v = (torch.randn(1, 2, length, 64).bfloat16() for length in (1, 5, 5))
     expected = attend_naively(scores_of(q.double(), k.double()), torch.tensor(True), v.double())
@@ -531,9 +527,7 @@ SHARED_OUT = ("alibi", "kerple_log", "shaw", "transformer_xl", "rope_bias")
 
 @pytest.mark.parametrize("name", SHARED_OUT)
 @pytest.mark.parametrize("backend", ["exact", "prefill", "few"])
-def test_each_process_computes_its_own_heads(
-    name: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_process_computes_its_own_heads(name: str, backend: str, monkeypatch: Any) -> None:
     monkeypatch.setattr(prefill, "ROWS", 1)
     call = plain_call(5)
     method = get_method(name).from_options()

@@ -155,9 +155,7 @@ def precise(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(("queries", "keys"), [(1, 32768), (600, 2000), (16, 32768)])
-def test_float32_scores_need_no_more_memory(
-    queries: int, keys: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_float32_scores_need_no_more_memory(queries: int, keys: int, monkeypatch: Any) -> None:
     given = inputs(queries, keys, 1, torch.bfloat16)
     monkeypatch.setattr(softmax, "CONVERTED", 1)
     peaks = []
@@ -171,9 +169,7 @@ def test_float32_scores_need_no_more_memory(
 
 
 @HALVES
-def test_products_that_the_device_returns_in_float32(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_products_that_the_device_returns_in_float32(dtype: torch.dtype, monkeypatch: Any) -> None:
     """As CUDA multiplies halves, in training too; the weights are rounded as fused attention rounds them."""
     product = torch.bmm
 

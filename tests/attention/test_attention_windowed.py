@@ -204,9 +204,7 @@ def test_the_operators_of_cuda_take_these_calls(shape: Shape) -> None:
 @pytest.mark.parametrize(
     ("major", "served"), [(7, ""), (8, "f"), (9, "fc4"), (10, "fc4"), (12, "fc")]
 )
-def test_devices_that_an_operator_serves(
-    major: int, served: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_devices_that_an_operator_serves(major: int, served: str, monkeypatch: Any) -> None:
     """As CUDA names them; nothing is computed."""
     cuda, gpu, change = torch.backends.cuda, torch.device("cuda", major), monkeypatch.setattr
     change(torch.version, "cuda", "13.0")

@@ -91,9 +91,7 @@ SAVED: dict[str, tuple[str, dict[str, Any], str, str | None]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("case", SAVED)
-def test_the_command_that_serves_a_saved_patch(
-    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_command_that_serves_a_saved_patch(case: str, tmp_path: Path, monkeypatch: Any) -> None:
     method, options, words, end = SAVED[case]
     monkeypatch.chdir(tmp_path)
     patch_model(zoo.build("llama"), method, **options).save_pretrained("longer")

@@ -6,13 +6,14 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import HfArgumentParser, TrainingArguments
 
+from hf_posenc.evaluation.options import DocumentOptions
 from hf_posenc.training import TrainingLog, options
 from hf_posenc.training.result import print_next
 from hf_posenc.training.train import parse_arguments
@@ -105,28 +106,39 @@ def test_the_command_the_module_and_the_script_train_the_same(tmp_path: Path) ->
     assert wrong.returncode == 2
 
 
+TEXTS = DocumentOptions(text=["a b.txt", "c.jsonl"], column="body", encoding="latin-1")
+ROWS = DocumentOptions(dataset="rows", split="dev", tokenized="ids", encoding="latin-1")
+PLAIN = replace(TEXTS, text=None)
+
+
 @pytest.mark.parametrize(
-    ("texts", "measure"),
+    ("kind", "scored", "held_out", "measure"),
     [
-        ([], "hf-posenc perplexity 'my run' --lengths 64,128\n"),
-        (["a b.txt"], "hf-posenc perplexity 'my run' --lengths 64,128 --text 'a b.txt'\n"),
-        (
-            ["a b.txt, last tenth"],
-            "hf-posenc retrieval 'my run' --tasks passkey --lengths 64,128\n",
-        ),
+        ("llama", PLAIN, [], "perplexity 'my run' --lengths 64,128"),
+        ("llama", TEXTS, [], " --text 'a b.txt' c.jsonl --column body --encoding latin-1"),
+        ("bloom", ROWS, [], " --dataset rows --split dev --tokenized ids"),
+        ("llama", PLAIN, ["a b.txt"], " --text 'a b.txt' --encoding latin-1"),
+        ("llama", PLAIN, ["a b.txt, last tenth"], "retrieval 'my run' --lengths 64,128 --tasks passkey"),
     ],
-)
+)  # fmt: skip
 def test_the_next_commands_can_be_copied(
-    texts: list[str],
+    kind: str,
+    scored: Any,
+    held_out: Any,
     measure: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    monkeypatch: Any,
+    capsys: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("a b.txt").touch()
-    print_next(Path("my run"), texts, [128, 64])
+    for name in ("a b.txt", "c.jsonl"):
+        Path(name).touch()
+    tiny_checkpoint(Path("my run"), kind)
+    capsys.readouterr()
+    print_next(Path("my run"), scored, held_out, [128, 64])
     shown = capsys.readouterr().out
-    assert shown.startswith(f"\nNext:\n  {measure}  hf-posenc export 'my run' --to vllm\n")
-    assert shown.endswith("held-out modules of the standard library.\n") == (not texts)
-    assert "  hf upload 'YOUR_NAME/my run' 'my run' . --exclude '*/*' --exclude '.*'" in shown
+    export = "  hf-posenc export 'my run' --to vllm\n" * (kind == "llama")  # BLOOM has no table
+    assert shown.startswith("\nNext:\n  hf-posenc ")
+    assert f"{measure}\n{export}  hf upload 'YOUR_NAME/my run' 'my run' . --exclude '*/*'" in shown
+    nothing = not (held_out or scored.text or scored.dataset)
+    assert shown.endswith("held-out modules of the standard library.\n") == nothing

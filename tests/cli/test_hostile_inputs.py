@@ -146,11 +146,7 @@ def lines_of(result: Any, kind: str = "error: ") -> list[str]:
     ("command", "line"), [*REFUSED, *((one, "") for one in ACCEPTED)], ids=lambda v: str(v)[:60]
 )
 def test_a_command_line_is_answered_by_one_line(
-    command: str,
-    line: str,
-    places: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    command: str, line: str, places: dict[str, Path], tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.chdir(tmp_path)
     result = invoke(*shlex.split(command.format(**places, out=tmp_path / "out")))

@@ -204,9 +204,7 @@ def test_compiled_steps_of_generation(layer: PreTrainedModel, name: str) -> None
 
 
 @pytest.mark.slow
-def test_a_compiled_step_is_not_one_for_export(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_step_is_not_one_for_export(model: PreTrainedModel, monkeypatch: Any) -> None:
     """In PyTorch 2.11, `torch.compiler.is_exporting` is true in every graph, and exports are slow.
 
     So it is here: the compiler finds another function under its name than the one that it knows.

@@ -339,9 +339,7 @@ def test_a_cache_gives_what_one_forward_gives(name: str, model_type: str) -> Non
         *late(["t5gemma", "t5gemma2"], ["self_extend", "alibi"], [1, 1 << 18]),
     ],
 )
-def test_padding_of_both_texts(
-    model_type: str, name: str, dense: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_padding_of_both_texts(model_type: str, name: str, dense: int, monkeypatch: Any) -> None:
     model = patch(zoo.build(model_type), name)
     monkeypatch.setattr(masks, "DENSE", dense)
     long, short = zoo.tokens(TOKENS), zoo.tokens(13, seed=3)

@@ -140,9 +140,7 @@ def test_its_own_scaling_without_numbers_is_the_same(checkpoint: dict[str, Any])
 
 
 @pytest.mark.parametrize("checkpoint", first_of_each_form(SURE))
-def test_what_is_recommended_and_truncated(
-    checkpoint: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_is_recommended_and_truncated(checkpoint: dict[str, Any], monkeypatch: Any) -> None:
     # It searches for a second, and nothing below depends on it.
     monkeypatch.setattr("hf_posenc.evaluation.recommend.options.least_base", lambda *_: None)
     model, read = built(checkpoint), context(checkpoint)

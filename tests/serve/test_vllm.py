@@ -283,9 +283,7 @@ def test_requests_of_other_tables_share_no_prefix(tmp_path: Path) -> None:
             asked(llm, [long], extra_args={"hf_posenc_length": "x"})
 
 
-def test_a_request_keeps_its_table_when_it_is_preempted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_request_keeps_its_table_when_it_is_preempted(tmp_path: Path, monkeypatch: Any) -> None:
     by_request(tmp_path)
     texts = prompts(60, 150, 50, 120, 90)
     expected = [in_transformers(tmp_path, text, pinned(len(text) + NEW)) for text in texts]
@@ -381,9 +379,7 @@ def test_the_pages_of_flash_attention(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("flash_attention")
-def test_pages_in_another_order_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_in_another_order_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     patched("rerope").save_pretrained(tmp_path)
     backend: Any = importlib.import_module("vllm.v1.attention.backends.flash_attn")
     own = backend.reshape_and_cache_flash
@@ -558,9 +554,7 @@ def test_what_is_not_served_is_refused(
     assert "".join(capfd.readouterr()).count(words) < 2
 
 
-def test_a_vllm_that_has_moved_the_requests_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_vllm_that_has_moved_the_requests_is_refused(tmp_path: Path, monkeypatch: Any) -> None:
     from vllm.v1.engine.core import EngineCore
 
     by_request(tmp_path)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from hf_posenc import PosencError, from_pretrained, get_patch
@@ -21,6 +22,7 @@ from hf_posenc.training.collator import PositionCollator
 from hf_posenc.training.train import apply_patch, finetune, parse_arguments, resolve_lengths
 from tests.support import zoo
 from tests.support.selection import late
+from tests.support.tiny_text import byte_tokenizer, tiny_checkpoint
 
 pytestmark = pytest.mark.usefixtures("no_plots")  # test_model_card.py has them
 Texts = dict[str, Path]
@@ -32,6 +34,7 @@ QUICK = (
     *("--warmup_steps", "0", "--use_cpu"),
 )
 RANDOM = ("--positions", "random", "--curriculum")
+LONG = ("--patch", "none", "--target_length", "128", "--block_length", "128")
 
 
 @pytest.fixture(scope="module")
@@ -178,9 +181,7 @@ def test_a_patched_model_is_trained_further(tmp_path: Path, texts: Texts) -> Non
 
 
 @pytest.mark.slow
-def test_a_resumed_run_is_described_as_a_whole(
-    tmp_path: Path, texts: Texts, capsys: Capture
-) -> None:
+def test_a_resumed_run_is_described_as_a_whole(tmp_path: Path, texts: Texts, capsys: Any) -> None:
     first = TrainingLog.read(run(tmp_path, texts, "--no_score"))
     shown = capsys.readouterr()
     assert not re.search("Nothing is left|it/s", shown.err)  # lines alone, without a terminal
@@ -201,9 +202,7 @@ def test_a_resumed_run_is_described_as_a_whole(
 
 
 @pytest.mark.slow
-def test_the_best_model_is_shown_as_what_it_is(
-    tmp_path: Path, texts: Texts, capsys: Capture
-) -> None:
+def test_the_best_model_is_shown_as_what_it_is(tmp_path: Path, texts: Texts, capsys: Any) -> None:
     best = ("--eval_strategy", "steps", "--eval_steps", "1", "--load_best_model_at_end")
     tail = ("--metric_for_best_model", "eval_tail_perplexity_128", "--greater_is_better", "false")
     worse = ("--max_steps", "3", "--warmup_steps", "1", "--learning_rate", "0.5")  # but for step 1
@@ -265,6 +264,13 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no such tracker": (("--report_to", "paper"), "paper is not supported"),
     "a tracker that is not installed": (("--report_to", "comet_ml"), "comet"),
     "fewer blocks than a batch": (("--per_device_train_batch_size", "100000"), "a batch over all processes"),
+    "scored texts that are too short": (("--score_lengths", "16k"), r"too short.*documents\. Or train with --no-score"),
+    "a tail of all tokens": (
+        ("--tail_tokens", "64"), r"Give longer --score-lengths, or --tail-tokens 32\. Or train with --no-score"
+    ),
+    "positions past a table": (("--model", "gpt2", *LONG), "128 tokens: GPT2LMHeadModel has positions for 64. Give"),
+    "an encoder-decoder": (("--model", "t5", *LONG), "is a t5 model, which is not a causal language model"),
+    "an adapter": (("--model", "llama", *LONG), "lora is an adapter.*`hf-posenc export .*lora --to transf"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),
 }  # fmt: skip
 
@@ -274,14 +280,19 @@ def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: Texts, case: str
     given, message = WRONG[case]
     if "optimizer" in case and find_spec("bitsandbytes") is not None:
         pytest.skip("bitsandbytes is installed")
+    for kind in (word for word in given if word in ("gpt2", "t5", "llama")):
+        model = tiny_checkpoint(tmp_path / "model", kind)
+        if kind == "llama":
+            adapted = get_peft_model(from_pretrained(model), LoraConfig(target_modules=["q_proj"]))
+            adapted.save_pretrained(f"{tmp_path}/lora")
+            byte_tokenizer().save_pretrained(model := tmp_path / "lora")
+        given = tuple(str(model) if word == kind else word for word in given)
     with pytest.raises(PosencError, match=message) as raised:
         run(tmp_path, texts, *given)
     assert "\n" not in str(raised.value)
 
 
-def test_what_is_scored_is_held_out_of_the_texts(
-    tmp_path: Path, texts: Texts, capsys: Capture
-) -> None:
+def test_what_is_scored_is_held_out_of_the_texts(tmp_path: Path, texts: Texts, capsys: Any) -> None:
     paths = [str(path) for path in texts.values()]
     given = ["--output_dir", str(tmp_path / "run"), *QUICK]
     finetune(parse_arguments([*given, "--text", *paths]))

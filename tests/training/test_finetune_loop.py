@@ -187,9 +187,7 @@ def test_killed_inside_a_save_it_goes_on_from_the_one_before(
 
 
 @pytest.mark.slow
-def test_two_processes_report_what_one_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_processes_report_what_one_does(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     model = tiny_checkpoint(tmp_path)  # without dropout, which each process draws for its rows
     (tmp_path / "text.txt").write_text(prose(32 * 128))  # as many for each
     expected = losses_of_loop(monkeypatch, command(model, tmp_path / "one", max_steps=4))

@@ -152,9 +152,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 
 
 @pytest.mark.slow
-def test_the_lines_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_lines_run(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
     pytest.importorskip("trl")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

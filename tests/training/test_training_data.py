@@ -28,6 +28,7 @@ from hf_posenc.evaluation.documents import (
     read_paths,
     tokenize,
 )
+from hf_posenc.evaluation.documents.readers import document_of_ids
 from hf_posenc.evaluation.documents.source import Source
 from hf_posenc.training.blocks import (
     STANDARD_LIBRARY,
@@ -408,13 +409,17 @@ def test_every_tenth_document_is_held_out(entries: Sequence[Entry], held_out: li
     assert rest.about == {"kind": "test", "held_out": held_out[:1]}
 
 
-def test_copies_of_what_is_held_out_are_not_trained_on() -> None:
-    made = tokenizer()
+@pytest.mark.parametrize("rows", [False, True])  # of token ids, which have special tokens in front
+def test_copies_of_what_is_held_out_are_not_trained_on(rows: bool) -> None:
+    made = tokenizer(bos=True)
     entries: list[Any] = documents(20, 30, 40, 50)
-    more = Document("longer", f"{entries[1].text} and more")
-    source = Source(lambda: [*entries, more], SOURCE, embedded=False)
+    entries.append(Document("longer", f"{entries[1].text} and more"))
+    scored = tokenize(entries[1], made)
+    if rows:
+        entries = [document_of_ids(entry.name, made(entry.text).input_ids) for entry in entries]
+    source = Source(lambda: entries, SOURCE, embedded=False)
     for own, unused, first in ((True, 1, "longer"), (False, 2, "doc1")):
-        kept = without(source, [tokenize(entries[1], made)], made, own=own)
+        kept = without(source, [scored], made, own=own)
         counts = prepare_blocks(kept, made, length=10, source=kept.about).counts
         assert (counts.documents, counts.skipped) == (3, unused)
         assert counts.reason == f"{first}: begins as doc1, which is scored"

@@ -348,9 +348,8 @@ class GpuRun(Measurement[GpuItem, GpuResult]):
         if options.rounds == 0:
             raise PosencError("The suite gpu times every method: give --rounds 1 or more.")
         if TRUNCATION in (specs or ()):
-            raise PosencError(
-                f"--patch {TRUNCATION}: the suite gpu measures methods on windows of one length. Leave it out."
-            )
+            problem = f"--patch {TRUNCATION}: the suite gpu measures methods on windows of one length. Leave it out."
+            raise PosencError(problem)
         if config is None and on_gpu:
             config, name = LlamaConfig(**LLAMA_8B), "Llama 3 8B"
         elif config is None:

@@ -48,9 +48,7 @@ _MAGIC = {
     b"\x28\xb5\x2f\xfd": "zstd data: its name must end in .zst",
     b"\x93NUMPY": "an array of numpy: write token ids as rows, and name their column by --tokenized",
 }
-_UTF_16 = dict.fromkeys(
-    (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE), "UTF-16: give --encoding utf-16"
-)
+_UTF_16 = dict.fromkeys((codecs.BOM_LE, codecs.BOM_BE), "UTF-16: give --encoding utf-16")
 
 
 def read_paths(
@@ -162,19 +160,17 @@ def _below(path: Path, seen: set[tuple[int, int]]) -> Iterator[Path | Skipped]:
             yield from _below(entry, seen)
 
 
-def _read_file(
-    path: Path, size: int, column: Column, named: bool, encoding: str
-) -> Iterator[Entry]:
+def _read_file(path: Path, size: int, rows: Column, named: bool, encoding: str) -> Iterator[Entry]:
     """Yield the documents of a file, in the format of its suffix; it is `named`, or found in a folder."""
     compressed = path.suffix.lower() in _COMPRESSED
     suffix = Path(path.stem if compressed else path).suffix.lower()
     if suffix in (".jsonl", ".ndjson"):
-        yield from _read_jsonl(path, column)
+        yield from _read_jsonl(path, rows)
     elif suffix == ".parquet" and compressed:
         raise UnreadableError(".parquet files need random access: decompress it first")
     elif suffix == ".parquet":
-        yield from _read_parquet(path, column)
-    elif column.tokens is not None:
+        yield from _read_parquet(path, rows)
+    elif rows.tokens is not None:
         raise UnreadableError("text without columns, and --tokenized names one: leave it out")
     elif suffix in _TABLES and named:
         raise UnreadableError(
@@ -253,14 +249,13 @@ def _pyarrow(module: str, suffix: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UnreadableError(
-            f"{suffix} files need the pyarrow library: pip install 'hf-posenc[data]'"
-        ) from error
+        way = "pip install 'hf-posenc[data]'"
+        raise UnreadableError(f"{suffix} files need the pyarrow library: {way}") from error
 
 
 def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
     """Yield the text of a file as it is, without a byte order mark, piece by piece."""
-    decoder, offset = codecs.getincrementaldecoder(encoding)(), 0
+    decoder, offset, before = codecs.getincrementaldecoder(encoding)(), 0, b""
     wide = b"\0" in " ".encode(encoding)
     with _content(path) as file:
         while True:
@@ -277,7 +272,7 @@ def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
                 text = decoder.decode(data, final=not data)
             except UnicodeDecodeError as error:
                 place, byte = offset - pending + error.start, error.object[error.start]
-                guess = _encoding_of(error.object)
+                guess = _encoding_of(before + data)
                 advice = f"; if it is {guess}, give --encoding {guess}" * bool(guess)
                 known = error.encoding.upper()
                 reason = f"not {known} (byte 0x{byte:02x} at offset {place}){advice}"
@@ -285,7 +280,7 @@ def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
             yield text if offset else text.removeprefix("\ufeff")
             if not data:
                 return
-            offset += len(data)
+            offset, before = offset + len(data), data
 
 
 def _encoding_of(data: bytes) -> str:
@@ -454,9 +449,8 @@ def read_dataset(
             dataset: Any = datasets.load_from_disk(folder)
             if isinstance(dataset, datasets.DatasetDict):
                 if split not in dataset:
-                    raise PosencError(
-                        f"The dataset {name} has no split {split!r}; it has {', '.join(dataset)}. Pass --split."
-                    )
+                    has = f"has no split {split!r}; it has {', '.join(dataset)}"
+                    raise PosencError(f"The dataset {name} {has}. Pass --split.")
                 dataset = dataset[split]
         else:
             dataset = datasets.load_dataset(name, config, split=split, streaming=streaming)
@@ -467,9 +461,8 @@ def read_dataset(
     except PosencError:
         raise
     except Exception as error:  # whatever the hub, a file format or a script of the dataset raises
-        raise PosencError(
-            f"The split {split!r} of dataset {title} cannot be read: {one_line(error)}"
-        ) from error
+        failed = f"The split {split!r} of dataset {title} cannot be read"
+        raise PosencError(f"{failed}: {one_line(error)}") from error
     if index < 0:
         yield Skipped(f"{name}[{split}]", "a split without rows")
 

@@ -95,14 +95,8 @@ class Source:
         limit, max_tokens = options.limit, options.max_doc_tokens
         if self.embedded:
             limit, max_tokens = limit or embedded_limit, max_tokens or embedded_tokens
-        documents, skipped = load_documents(
-            self.read(),
-            tokenizer,
-            min_tokens=min_tokens,
-            max_tokens=max_tokens,
-            limit=limit,
-            seen=self.seen,
-        )
+        load = functools.partial(load_documents, self.read(), tokenizer, seen=self.seen)
+        documents, skipped = load(min_tokens=min_tokens, max_tokens=max_tokens, limit=limit)
         return documents, skipped, {**self.about, "limit": limit, "max_doc_tokens": max_tokens}
 
 
@@ -212,11 +206,9 @@ def load_documents(
                 document = vocabulary().usable(entry, max_tokens)
             else:
                 document = tokenize(entry, tokenizer, max_tokens)
-            longest = max(longest, len(document))
-            if len(document) < min_tokens:
-                raise UnreadableError(
-                    f"too short: {len(document):,} tokens, {min_tokens:,} are needed"
-                )
+            longest = max(longest, size := len(document))
+            if size < min_tokens:
+                raise UnreadableError(f"too short: {size:,} tokens, {min_tokens:,} are needed")
             content = document.sha256 or document.content
             if content in names:
                 raise UnreadableError(f"the same text as {names[content]}")
@@ -323,9 +315,8 @@ def tokenize(
                 data = text.encode()
             except UnicodeEncodeError as error:
                 half = error.object[error.start].encode("ascii", "backslashreplace").decode()
-                raise UnreadableError(
-                    f"holds half of a surrogate pair ({half}), which is not a character"
-                ) from error
+                reason = f"holds half of a surrogate pair ({half}), which is not a character"
+                raise UnreadableError(reason) from error
             digest.update(data)
             blank = blank and not text.strip()
             ends[:] = ends[0] or text[0], text[-1]
@@ -379,22 +370,19 @@ class Vocabulary:
         self._prefix = special_prefix(tokenizer, "auto")
         self.size = max(len(tokenizer), max(tokenizer.get_vocab().values(), default=-1) + 1)
 
-    def usable(
-        self, document: TokenizedDocument, max_tokens: int | None = None
-    ) -> TokenizedDocument:
+    def usable(self, document: TokenizedDocument, most: int | None = None) -> TokenizedDocument:
         """Return a document of ids as the tokenizer would produce it: without special tokens in front, and cut."""
         prefix = self._prefix
         first = len(prefix) if document.tokens(0, len(prefix)).tolist() == prefix else 0
-        stop = None if max_tokens is None else first + max_tokens
+        stop = None if most is None else first + most
         cut = dataclasses.replace(document, ids=document.ids[first:stop])
         for block in cut.blocks():
             least, largest = int(block.min()), int(block.max())
             if least < 0:
                 raise UnreadableError(f"token {least} is negative")
             if largest >= self.size:
-                raise UnreadableError(
-                    f"token {largest:,} is outside the vocabulary of {self.size:,}: not this tokenizer's ids"
-                )
+                outside = f"token {largest:,} is outside the vocabulary of {self.size:,}"
+                raise UnreadableError(f"{outside}: not this tokenizer's ids")
         return cut
 
 

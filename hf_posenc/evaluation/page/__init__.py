@@ -296,9 +296,7 @@ def _figures(result: PerplexityResult, protocol: str, key: str) -> Iterator[Draw
             "samples): below 1 is better, and only an interval that excludes 1 shows a difference."
         )
         yield _drawn(plots.ratio_figure(result, protocol), f"{key}-ratio", caption)
-    if protocol == "prefix" and any(
-        plots.position_points(curve, label) for label in curve["methods"]
-    ):
+    if protocol == "prefix" and any(plots.position_points(curve, x) for x in curve["methods"]):
         caption = (
             "Perplexity of the tokens at each position of the text, each read with all tokens before it, in windows of "
             f"{curve['edges'][-1]:,} tokens. Past the dashed line texts are longer than those of the training."

@@ -192,6 +192,7 @@ class Scene:
     Attributes:
         needles: Position of each needle, as a fraction of the filler in ascending order, and its tokens.
         distractors: Wrong answers, better ones first; drawn once the filler is laid out.
+        spare: More of them, which are as long as the answer, for where too few of the others are short enough.
         references: Strings that a generated text must contain.
         least_filler: Tokens of filler without which the task makes no sense.
         asked: Index of the needle whose distance counts.
@@ -205,6 +206,7 @@ class Scene:
     question: Sequence[int]
     answer: Answer
     distractors: Iterator[Answer]
+    spare: Iterator[Answer]
     references: tuple[str, ...]
     least_filler: int = 0
     asked: int = 0
@@ -280,9 +282,7 @@ def lay_out(scene: Scene, length: int, special: Sequence[int], distractors: int)
     room = length - len(special) - scene.fixed
     if room < scene.least_filler:
         least = length - room + scene.least_filler
-        raise PosencError(
-            f"This prompt and its answer have at least {least:,} tokens, not {length:,}."
-        )
+        raise PosencError(f"Prompt and answer have at least {least:,} tokens, not {length:,}.")
     ids = [*special, *scene.head]
     used, end = 0, None
     for index, (fraction, needle) in enumerate(scene.needles):
@@ -313,11 +313,12 @@ def _fair(scene: Scene, count: int) -> tuple[Answer, ...]:
     seen = {scene.answer.ids}
     equal: list[Answer] = []
     unequal: list[Answer] = []
-    for other in scene.distractors if count else ():
-        if other.ids not in seen and len(other.ids) <= most:
-            seen.add(other.ids)
-            (equal if len(other.ids) == size else unequal).append(other)
-            if len(equal) == count:
+    for short, others in enumerate((scene.distractors, scene.spare) if count else ()):
+        for other in others:
+            if other.ids not in seen and len(other.ids) <= most:
+                seen.add(other.ids)
+                (equal if len(other.ids) == size else unequal).append(other)
+            if len(equal) + short * len(unequal) >= count:
                 break
     unequal.sort(key=lambda other: abs(len(other.ids) - size))
     return tuple([*equal, *unequal][:count])
@@ -429,6 +430,17 @@ class Kit:
                 seen.add(other)
                 yield other
 
+    def alike(self, answer: Sequence[str], draw: Callable[[], str]) -> Iterator[list[str]]:
+        """Yield wrong answers of which each part has as many tokens as that of the right one, while some are drawn."""
+        behind = self.encoder.behind
+        sizes = [len(behind("a", f" {part}")) for part in answer]
+        for _ in range(TRIES * self.distractors):
+            drawn = (self.absent(draw) for _ in range(TRIES**2 * len(sizes)))
+            parts = [next((x for x in drawn if len(behind("a", f" {x}")) == n), "") for n in sizes]
+            if not all(parts):
+                return
+            yield parts
+
     def scene(
         self,
         head: str,
@@ -437,6 +449,7 @@ class Kit:
         question: str,
         answer: Sequence[str],
         wrong: Iterable[Sequence[str]],
+        spare: Iterable[Sequence[str]] = (),
         **more: Any,
     ) -> Scene:
         """Return the pieces of a prompt from their texts; each needle is a line, an answer a list of its parts."""
@@ -448,6 +461,7 @@ class Kit:
             question=encoder.line(question),
             answer=answer_of(encoder, question, answer),
             distractors=(answer_of(encoder, question, other) for other in wrong),
+            spare=(answer_of(encoder, question, other) for other in spare),
             references=tuple(answer),
             **more,
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -254,12 +255,10 @@ class RetrievalResult(MethodsResult[Cell]):
         one of these prompts' lengths has no number.
         """
         original, own = self.original or math.inf, (method, task)
-        failures = (each for each in self.failures if each.length > original)
-        records = (each for each in self.records if each.length > original)
-        if any((each.method, each.task) == own for each in failures):
+        if any((x.method, x.task) == own and x.length > original for x in self.failures):
             return []
-        records = (r for r in records if (r.method, r.task) == own and r.distance is not None)
-        return [r for r in records if ((r.distance or 0) > original) == far]
+        records = (r for r in self.records if (r.method, r.task) == own and r.length > original)
+        return [r for r in records if r.distance is not None and (r.distance > original) == far]
 
     def is_left_out(self, task: str, length: int) -> bool:
         """Return whether the task has no prompt of this length."""
@@ -330,9 +329,8 @@ class RetrievalResult(MethodsResult[Cell]):
             hidden = ranks and not any(cell.accuracy for cell in self.cells)
             value = "beaten" if hidden else "accuracy"
         if value not in VALUES or (value == "beaten" and not ranks):
-            raise PosencError(
-                f"This result has no {value!r} to draw: accuracy, or beaten where answers are ranked."
-            )
+            problem = f"This result has no {value!r} to draw: accuracy, or beaten where answers are ranked."
+            raise PosencError(problem)
         return heat_figure(self, value, VALUES[value])
 
     def shares(self, task: str, method: str, value: str) -> list[list[float]]:
@@ -408,6 +406,9 @@ class RetrievalResult(MethodsResult[Cell]):
                 f"1st: how often the answer is the most probable of {settings.distractors + 1} candidates (fewer where "
                 "the task offers fewer), each after the same prompt; dim where chance (last row) is within its range."
             )
+            unranked = Counter((r.task, r.length) for r in self.records if r.rank is None)
+            for (task, length), count in unranked.items():
+                yield f"{task} at {length:,} tokens: no rank of {count} answers; all wrong ones are longer."
         names = [name for name in settings.tasks if get_task(name).calibrated]
         if names and settings.ranks:
             yield (
@@ -427,9 +428,7 @@ class RetrievalResult(MethodsResult[Cell]):
                 "farther ones, in all longer prompts."
             )
         if self.haystack.get("kind") != "noise":
-            yield (
-                "Haystack: your own text, where a task has noise sentences; not comparable with published numbers."
-            )
+            yield "Haystack: your own text as noise; not comparable with published numbers."
         yield from auto_scale_note(self.candidates)
         for task in settings.tasks:
             needed = [entry.needed for entry in self.left_out if entry.task == task]
@@ -483,7 +482,6 @@ class RetrievalResult(MethodsResult[Cell]):
                 )
 
     def problems(self) -> Iterator[str]:
-        for (method, task, reason), at in self.lengths_of_failures(
-            "method", "task", "reason"
-        ).items():
+        lengths = self.lengths_of_failures("method", "task", "reason")
+        for (method, task, reason), at in lengths.items():
             yield f"{method}: {task} failed at length {at}: {reason}"

@@ -23,13 +23,14 @@ import itertools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.documents import special_prefix
@@ -41,7 +42,7 @@ from hf_posenc.evaluation.measuring.execute import Attempt, Failures, Progress, 
 from hf_posenc.evaluation.measuring.store import Key
 from hf_posenc.evaluation.options import RetrievalOptions, output_folder, with_fields
 from hf_posenc.evaluation.perplexity.protocols import default_lengths
-from hf_posenc.evaluation.retrieval import Answer, Kit, Prompt, Sample, lay_out
+from hf_posenc.evaluation.retrieval import Answer, Kit, Prompt, Sample, Scene, lay_out
 from hf_posenc.evaluation.retrieval.result import Failure, LeftOut, Record, RetrievalResult
 from hf_posenc.evaluation.retrieval.tasks import DECODES, RetrievalSettings, get_task, settings_of
 from hf_posenc.evaluation.scoring import is_out_of_memory, release
@@ -240,7 +241,10 @@ def _affordable(cache: Any, count: int) -> int:
     """Return how many copies of a cache, at most so many, fit into memory to spare; 1 if it is not known."""
     layers = getattr(cache, "layers", ())
     tensors: list[Any] = [getattr(layer, x, None) for layer in layers for x in ("keys", "values")]
-    if not tensors or not all(isinstance(x, Tensor) for x in tensors):
+    # Other layers also keep states of convolutions or compressors, which an inherited method does not repeat.
+    kinds = {type(layer) for layer in layers} - {DynamicLayer, DynamicSlidingWindowLayer}
+    repeated = all("batch_repeat_interleave" in vars(kind) for kind in kinds)
+    if not (tensors and repeated and all(isinstance(x, Tensor) for x in tensors)):
         return 1
     size, device = sum(x.nbytes for x in tensors), tensors[0].device
     spare = torch.cuda.mem_get_info(device)[0] // 4 if device.type == "cuda" else SPARE
@@ -284,9 +288,7 @@ def generate(model: Any, tokenizer: Any, prompt: Prompt, new_tokens: int) -> str
         max_new_tokens=new_tokens,
         do_sample=False,
         num_beams=1,
-        temperature=None,
-        top_p=None,
-        top_k=None,
+        **dict.fromkeys(("temperature", "top_p", "top_k")),
         pad_token_id=padding,  # a batch of one has none; unset, transformers warns
     )
     text: str = tokenizer.decode(output[0, len(prompt.ids) :], skip_special_tokens=True)
@@ -333,8 +335,8 @@ class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
         fitting = list[tuple[int, str]]()
         self.left_out: list[LeftOut] = []
         for length, name in itertools.product(settings.lengths, settings.tasks):
-            scenes = (get_task(name).scene(s, self._kit) for s in settings.samples_of(name, length))
-            needed = max(scene.shortest for scene in scenes) + len(self.special)
+            scenes = map(self._scene, settings.samples_of(name, length))
+            needed = max(scene.shortest + length - own for scene, own in scenes) + len(self.special)
             if needed <= length:
                 fitting.append((length, name))
             else:
@@ -366,8 +368,17 @@ class RetrievalRun(machine.MethodsRun[Item, RetrievalResult]):
 
     def prompt(self, sample: Sample) -> Prompt:
         """Return the prompt of a sample: `sample.length` tokens with its longest answer, the same in every process."""
-        scene = get_task(sample.task).scene(sample, self._kit)
-        return lay_out(scene, sample.length, self.special, self._kit.distractors)
+        return lay_out(*self._scene(sample), self.special, self._kit.distractors)
+
+    def _scene(self, sample: Sample) -> tuple[Scene, int]:
+        """Return the pieces of a prompt, and its length with the longest answer, less what more may be generated."""
+        task = get_task(sample.task)
+        scene = task.scene(sample, self._kit)
+        if self.settings.decode == "generate":
+            more = max(0, task.new_tokens - max(len(scene.answer.ids), scene.longest))
+            sample = replace(sample, length=sample.length - more)
+            scene = task.scene(sample, self._kit)
+        return scene, sample.length
 
     def measure(self, item: Item, attempt: Attempt) -> Value:
         """Score the answer of one sample."""
@@ -486,13 +497,21 @@ def prepare(
     described: dict[str, Any] = {"kind": "noise"}
     if haystack is not None:
         digest = hashlib.sha256(haystack.encode("utf-8", "surrogatepass")).hexdigest()
-        described = {"kind": "text", "sha256": digest, "characters": len(haystack)}
-        described["paths"] = list(paths)
+        described = {
+            "kind": "text",
+            "sha256": digest,
+            "characters": len(haystack),
+            "paths": [*paths],
+        }
     metadata = {
         "model": identity.describe_model(name, model, tokenizer, special, policy),
         "haystack": described,
         "original": original,
         "command": command,
     }
+    settings = settings_of(options, lengths)
+    if haystack is not None and not any(get_task(name).noise for name in settings.tasks):
+        unused = f"{', '.join(settings.tasks)} would not use it"
+        raise PosencError(f"--haystack is for tasks with noise, and {unused}: leave it out.")
     texts: dict[str, Any] = {"special": special, "haystack": haystack, "metadata": metadata}
-    return RetrievalRun(model, tokenizer, candidates, settings_of(options, lengths), **texts)
+    return RetrievalRun(model, tokenizer, candidates, settings, **texts)

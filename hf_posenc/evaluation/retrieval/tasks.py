@@ -67,6 +67,7 @@ class Task:
         has_depth: False without one needle that has a depth.
         calibrated: Scenes have other questions about the same text, and ranks are by how much more probable an answer
             is behind its own question.
+        noise: Whether a user's own text replaces something in its prompts.
     """
 
     name: str
@@ -75,6 +76,7 @@ class Task:
     hit: Callable[[str, Sequence[str]], float] = string_match_all
     has_depth: bool = True
     calibrated: bool = False
+    noise: bool = True
 
     @property
     def definition(self) -> str:
@@ -86,14 +88,11 @@ def passkey(sample: Sample, kit: Kit) -> Scene:
     """Return a number of five digits in noise, in the words of Mohtashami and Jaggi (arXiv 2305.16300)."""
     draws, wrong = Draws(*sample.needle), Draws("distractors", *sample.needle)
     key = kit.absent(lambda: draws.digits(5))
-    others = kit.others(lambda: wrong.digits(5), key)
-    text = WORDS["passkey"]
+    draw, text = partial(wrong.digits, 5), WORDS["passkey"]
     assert sample.depth is not None
     needle = sample.depth, text["needle"].format(key)
-    filler = kit.noise(running=True)
-    return kit.scene(
-        text["head"], [needle], filler, text["question"], [key], ([other] for other in others)
-    )
+    pieces = text["head"], [needle], kit.noise(running=True), text["question"], [key]
+    return kit.scene(*pieces, ([v] for v in kit.others(draw, key)), kit.alike([key], draw))
 
 
 def needle_in_haystack(
@@ -112,10 +111,9 @@ def needle_in_haystack(
     draws, wrong = Draws(*sample.needle), Draws("distractors", *sample.needle)
     key = kit.absent(lambda: key_of(draws))
     value = kit.absent(lambda: value_of(draws))
-    spare = kit.others(lambda: value_of(wrong), value)
-    text: dict[str, str] = {
-        name: words.replace("{kind}", kind) for name, words in WORDS["niah"].items()
-    }
+    draw = partial(value_of, wrong)
+    spare = kit.others(draw, value)
+    text: dict[str, str] = {n: words.replace("{kind}", kind) for n, words in WORDS["niah"].items()}
     filler, others = kit.noise(), spare
     if among_needles:
         # Finding any needle is not enough, it must be the key's: the distractors are the values of the others.
@@ -132,7 +130,8 @@ def needle_in_haystack(
     assert sample.depth is not None
     needle = sample.depth, text["needle"].format(key=key, value=value)
     question = text["question"].format(key=key)
-    return kit.scene(text["head"], [needle], filler, question, [value], ([v] for v in others))
+    pieces = text["head"], [needle], filler, question, [value]
+    return kit.scene(*pieces, ([v] for v in others), kit.alike([value], draw))
 
 
 def _shown_first(
@@ -161,15 +160,11 @@ def key_value(sample: Sample, kit: Kit) -> Scene:
     last = text["pair"].format(more.uuid(), more.uuid()).rstrip(",")
     filler = lines(kit.encoder, pair, blank=True)
     assert sample.depth is not None
-    scene = kit.scene(
-        text["head"],
-        [(sample.depth, text["pair"].format(key, value))],
-        filler,
-        text["question"].format(last, key),
-        [f'"{value}"'],
-        ([f'"{v}"'] for v in _shown_first(sample, filler, values, kit.others(wrong.uuid, value))),
-    )
-    return replace(scene, references=(value,))
+    needle, question = (sample.depth, text["pair"].format(key, value)), text["question"]
+    pieces = text["head"], [needle], filler, question.format(last, key), [f'"{value}"']
+    others = _shown_first(sample, filler, values, kit.others(wrong.uuid, value))
+    spare = kit.alike([f'"{value}"'], lambda: f'"{wrong.uuid()}"')
+    return replace(kit.scene(*pieces, ([f'"{v}"'] for v in others), spare), references=(value,))
 
 
 def repeated_request(sample: Sample, kit: Kit) -> Scene:
@@ -234,16 +229,15 @@ def variable_tracking(sample: Sample, kit: Kit) -> Scene:
     draws, text = Draws(*sample.needle), WORDS["vt"]
     example, names = names_of(draws, 3), names_of(draws, 5)
     first, second = draws.digits(5), draws.digits(5)
-    asked, question = (
-        text["question"].format(value=value, count=hops + 1) for value in (first, second)
-    )
+    asked, question = (text["question"].format(value=x, count=hops + 1) for x in (first, second))
     told = "\n".join(f"{statement}\n{NOISE}" for statement in chain(example, first))
     worked_example = f"{text['head']}{told}\n{asked} {' '.join(example)}\n\n"
     places = sorted(draws.fraction() for _ in names)
     needles = zip(places, chain(names, second), strict=True)
     other = Draws("distractors", *sample.needle)
     wrong = (names_of(other, 5, names) for _ in range(TRIES * kit.distractors))
-    return kit.scene(worked_example + text["head"], needles, kit.noise(), question, names, wrong)
+    pieces = worked_example + text["head"], needles, kit.noise(), question, names, wrong
+    return kit.scene(*pieces, kit.alike(names, partial(other.letters, 5, string.ascii_uppercase)))
 
 
 def frequent_words(sample: Sample, kit: Kit) -> Scene:
@@ -294,6 +288,7 @@ def frequent_words(sample: Sample, kit: Kit) -> Scene:
         text["question"],
         answer,
         (draws.shuffled(rest[:common])[:asked] for _ in range(TRIES * kit.distractors)),
+        kit.alike(answer, partial(draws.letters, 6, string.ascii_lowercase)),  # not in the text
         least_filler=tokens(shortest) + len(encoder.newline),
     )
 
@@ -378,9 +373,8 @@ def _story(
     turns = []
     for number in range(count):
         free = number < answer or (number > end and may_leave)
-        turns.append(
-            person if number in (answer, end) else draws.choice(persons if free else persons[1:])
-        )
+        able = persons if free else persons[1:]
+        turns.append(person if number in (answer, end) else draws.choice(able))
     takes = {}  # the turn in which each person takes an object
     for who in dict.fromkeys(turns):
         own = [n for n in range(count) if turns[n] == who and (n <= answer or who != person)]
@@ -417,12 +411,14 @@ TASKS: dict[str, Task] = {
     for task in (
         Task("passkey", passkey, 10, first_number),
         Task("niah_single_1", needle_in_haystack, 128),
-        Task("niah_multikey_2", partial(needle_in_haystack, among_needles=True), 128),
-        Task("niah_multikey_3", partial(needle_in_haystack, among_needles=True, kind="uuid"), 128),
-        Task("kv", key_value, 64),
+        *(
+            Task(name, partial(needle_in_haystack, among_needles=True, kind=kind), 128, noise=False)
+            for name, kind in (("niah_multikey_2", "number"), ("niah_multikey_3", "uuid"))
+        ),
+        Task("kv", key_value, 64, noise=False),
         Task("mrcr", repeated_request, 64),
         Task("vt", variable_tracking, 30, has_depth=False),
-        Task("fwe", frequent_words, 50, has_depth=False),
+        Task("fwe", frequent_words, 50, has_depth=False, noise=False),
         *(
             Task(f"babilong_qa{n}", partial(babilong, facts=n), 10, first_word, calibrated=True)
             for n in (1, 2, 3)

@@ -350,9 +350,8 @@ def _decoder(
             if lists:
                 found = owner, lists
     if found is None:
-        raise PosencError(
-            f"{type(model).__name__} has no list of layers, so its cost cannot be estimated."
-        )
+        problem = f"{type(model).__name__} has no list of layers, so its cost cannot be estimated."
+        raise PosencError(problem)
     decoder, lists = found
     lists.sort(key=lambda each: (len(each) != count, -len(each)))
     return decoder, list(lists[0])

@@ -330,9 +330,8 @@ class TokenScorer:
             if size is not None:
                 read_whole(size, name, LEAST if name == "prefill" else 1)
         if not hasattr(unwrap(model), "get_input_embeddings"):
-            raise PosencError(
-                f"{type(model).__name__} has no token embeddings: give a causal language model of transformers."
-            )
+            problem = f"{type(model).__name__} has no token embeddings: give a causal language model of transformers."
+            raise PosencError(problem)
         probe_ids = token_ids(probe_ids, model)
         self.model, self.batch = model, batch
         self.prefill: int | None = None
@@ -420,9 +419,8 @@ class TokenScorer:
         """
         ids = token_ids(ids, self.model)
         if not isinstance(first, int) or not 1 <= first < ids.shape[-1]:
-            raise PosencError(
-                f"A window of {ids.shape[-1]} tokens cannot be scored from token {first!r}."
-            )
+            problem = f"A window of {ids.shape[-1]} tokens cannot be scored from token {first!r}."
+            raise PosencError(problem)
         windows = ids.reshape(-1, ids.shape[-1]).to(input_device(self.model))
         read = windows if read_last else windows[:, :-1]
         self.check_length(read.shape[1])
@@ -571,9 +569,8 @@ def token_ids(ids: Any, model: nn.Module) -> Tensor:
     """Return the ids of one text or several, int64; raise for what is none, or for ids without an embedding."""
     tensor = torch.as_tensor(ids)
     if tensor.is_floating_point() or tensor.dim() not in (1, 2) or not tensor.numel():
-        raise PosencError(
-            f"Token ids are whole numbers of shape (n,) or (windows, n), not {' '.join(repr(ids).split())[:80]}."
-        )
+        problem = f"Token ids are whole numbers of shape (n,) or (windows, n), not {' '.join(repr(ids).split())[:80]}."
+        raise PosencError(problem)
     count = getattr(input_embeddings(model), "num_embeddings", None)
     if tensor.device.type == "cpu" and count is not None:  # elsewhere a comparison would wait
         least, largest = int(tensor.min()), int(tensor.max())

@@ -224,9 +224,7 @@ def test_on_a_gpu() -> None:
         assert (row.captured is not None) == (row.phase == "step")
 
 
-def test_a_gpu_is_timed_at_a_second_length_while_there_is_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_gpu_is_timed_at_a_second_length_while_there_is_time(monkeypatch: Any) -> None:
     layers: Any = SimpleNamespace(device=torch.device("cuda"), measured=lambda *_, **__: {})
     for seconds, lengths in ((1000, {8192, 32_768}), (1, {8192})):
         clock = SimpleNamespace(monotonic=itertools.count(0, 10).__next__)

@@ -63,12 +63,14 @@ def test_text_and_json_lines_compressed_or_not(ending: str, tmp_path: Path) -> N
 def test_text_in_other_encodings(size: int, tmp_path: Path) -> None:
     for words, encoding, guess in (
         ("Brunetière, the local café. ", "latin-1", "cp1252"),
+        ("a word, and one with an accent at the end: ", "latin-1", "cp1252"),
         ("“quotes” of Windows – ", "cp1252", "cp1252"),
         ("naïve words of a text\x8d ", "latin-1", "latin-1"),
         ("Привет, как дела? Сегодня хорошая погода. ", "koi8-r", "koi8_r"),
         ("naïve € ", "utf-16", "utf-16"),
     ):
-        path, text = tmp_path / "a.txt", words * (size // len(words))
+        path, end = tmp_path / "a.txt", "café" * (encoding != "koi8-r")
+        text = words * (size // len(words)) + end
         path.write_bytes(text.encode(encoding))
         (entry,) = read_paths([path], encoding=encoding)
         assert texts([entry]) == [text]

@@ -272,6 +272,9 @@ def test_distractors_have_as_many_tokens_as_the_answer() -> None:
     assert equal >= 18
     drawn = make("passkey", 400, tokenizer="embedded", sample=3)
     assert len({len(drawn.answer.ids), *(len(o.ids) for o in drawn.distractors)}) == 1
+    for task, sample in (("fwe", 13), ("vt", 22)):  # shorter than all of the usual ones
+        drawn = make(task, 768, tokenizer="embedded", sample=sample)
+        assert [len(o.ids) for o in drawn.distractors] == [len(drawn.answer.ids)] * 5
 
 
 def test_depths_are_numbers_by_which_needles_are_drawn() -> None:

@@ -125,8 +125,11 @@ def test_needles_beyond_what_truncation_reads_are_a_column_of_their_own() -> Non
 
 
 def test_notes_say_what_a_reader_must_know() -> None:
-    said = "\n".join([*result().notes(), *result().guide()])
+    found = result()
+    object.__setattr__(found.records[0], "rank", None)
+    said = "\n".join([*found.notes(), *found.guide()])
     for text in (
+        "passkey at 256 tokens: no rank of 1 answers",
         "6 samples at every length (3 depths, 2 each; seed 0)",
         "most probable of 5 candidates",
         "Wilson",
@@ -309,6 +312,8 @@ def test_own_text_as_a_haystack(model: Path, tmp_path: Path) -> None:
     values = json.loads((tmp_path / "out" / "retrieval.json").read_text())
     assert values["haystack"]["characters"] == 901
     assert "No document can be used" in refused("retrieval", *arguments, *none)
+    arguments[arguments.index("niah_single_1") :] = ["kv,fwe", "--haystack", tmp_path / "book.txt"]
+    assert "kv, fwe would not use it: leave it out" in refused("retrieval", *arguments)
 
 
 def test_the_numbers_of_the_page_are_those_that_were_measured() -> None:

@@ -201,7 +201,8 @@ def test_a_model_that_ignores_the_question_ranks_nothing_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "model_type", ["mistral", "bloom", "qwen3_next", *late(["gemma2", "gpt_oss"])]
+    "model_type",
+    ["mistral", "bloom", "qwen3_next", "falcon_h1", *late(["deepseek_v4", "gemma2", "gpt_oss"])],
 )
 def test_windows_that_have_slid_are_restored(model_type: str) -> None:
     model = zoo.build(model_type, vocab_size=VOCABULARY)
@@ -339,8 +340,8 @@ def test_truncation_reads_the_end_of_the_prompt(decode: str) -> None:
     execute(run, records := Records())
     value = records.get(run.items[1].key) or {}
     if decode == "generate":
-        assert 200 - TASKS["passkey"].new_tokens in seen
-        return
+        assert [tokens for tokens in seen if tokens > 1] == [LENGTH - 10, 200 - 10]
+        return  # passkey generates 10 tokens
     ids = prompt.ids[-(200 - 1 - len(prompt.answer.ids)) :]
     end = dataclasses.replace(prompt, ids=torch.cat([torch.tensor([0]), ids]))
     assert value["nats"] == pytest.approx(-reference(model, end, prompt.answer)[0], abs=2e-3)

@@ -235,9 +235,7 @@ class PositionBias(Changed):
         return logits + places[:, None] * torch.linspace(-1, 1, logits.shape[-1])
 
 
-def test_a_head_that_cannot_be_replayed_is_scored_in_full_and_says_so(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def test_a_head_that_cannot_be_replayed_is_scored_in_full_and_says_so(caplog: Any) -> None:
     model: Any = PositionBias(zoo.tiny_config("llama")).eval()
     ids = zoo.tokens(40)[0]
     with caplog.at_level(logging.WARNING):
