@@ -82,7 +82,7 @@ def _device(model: nn.Module) -> torch.device:
     device = execution_device(model)
     if device.type == "meta":
         raise UnsupportedModelError(
-            f"{type(model).__name__} is on the meta device, without weights to try (a --dry-run has none). Load them."
+            f"{type(model).__name__} is on the meta device (as in a --dry-run), without weights. Load the model first."
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and is_offloaded(module):

@@ -488,7 +488,7 @@ UNPATCHED: dict[tuple[str, str], str] = {
 
 REFUSED: dict[tuple[str, str], str] = {
     **{(f"{way} offload", kind): "are offloaded" for way in ("CPU", "disk") for kind in _NATIVE},
-    **{("meta device", kind): "without weights to try" for kind in _NATIVE},
+    **{("meta device", kind): "without weights. Load" for kind in _NATIVE},
     ("torch.export", "dynamic by row"): "cannot trace dynamic_ntk",
     **{
         ("DataParallel", kind): "does not run this patch"
@@ -508,7 +508,7 @@ LENGTHS_DIFFER = {
 
 REASONS = {
     "are offloaded": "Positions are found by reading the weights of this model. Patch it before that.",
-    "without weights to try": "Positions are found by reading the weights of this model. Load them before the patch.",
+    "without weights. Load": "Positions are found by reading the weights of this model. Load them before the patch.",
     "cannot trace dynamic_ntk": (
         'Tokens are computed in groups that depend on their positions. Export `update="sequence"` or `"request"`.'
     ),

@@ -195,13 +195,8 @@ PRESETS: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"
 def settings_of(options: PerplexityOptions, original: int | None) -> tuple[Settings, str]:
     """Return `make_settings` of some options; raise if one was given that the run does not read."""
     lengths = options.lengths
-    if (
-        lengths
-        and options.short
-        and options.preset is None
-        and original
-        and original < min(lengths)
-    ):
+    short = options.short and options.preset is None
+    if short and lengths and original and original < min(lengths):
         with contextlib.suppress(PosencError):  # other options may need more tokens
             both = dataclasses.replace(options, lengths=(*lengths, original), short=False)
             return settings_of(both, original)
