@@ -396,13 +396,13 @@ def _tables(model: nn.Module) -> Iterator[Found]:
 
 def is_formula(table: Tensor, axis: int = 0, start: int = 0) -> bool:
     """Return whether inner products of rows from `start` on depend on the distance alone; False on the meta device."""
-    if table.is_meta:
-        return False
     rows = table.detach().movedim(axis, 0).flatten(1).double()[start:][:64]
+    if table.is_meta or len(rows) < 3:
+        return False
     products = rows @ rows.T
     uneven = (products[1:, 1:] - products[:-1, :-1]).abs().max()
     largest = float(products.abs().max())
-    return len(rows) > 2 and largest > 0 and float(uneven) <= _FORMULA * largest
+    return largest > 0 and float(uneven) <= _FORMULA * largest
 
 
 @contextlib.contextmanager

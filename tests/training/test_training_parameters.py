@@ -66,6 +66,10 @@ class TestFull:
         assert any(".posenc." in name for name in trained_names(model))
         stepped(model)
 
+    def test_a_table_of_two_rows_is_not_one_of_sines(self) -> None:
+        model: Any = choose_parameters(zoo.build("bert"))
+        assert model.bert.embeddings.token_type_embeddings.weight.requires_grad
+
     def test_a_table_of_sines_stays(self) -> None:
         model = choose_parameters(patch_model(zoo.build("roformer"), "yarn", scale=4))
         table = "roformer.encoder.embed_positions.weight"
