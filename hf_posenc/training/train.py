@@ -18,6 +18,7 @@ from transformers import HfArgumentParser, ProgressCallback, Trainer, TrainingAr
 from transformers.integrations import integration_utils
 from transformers.utils.import_utils import is_torch_xla_available
 
+from hf_posenc.diagnosis import check_causal
 from hf_posenc.errors import PosencError, UntrainedWarning, one_line
 from hf_posenc.evaluation import loading
 from hf_posenc.evaluation.documents.source import Source, source_of
@@ -119,7 +120,7 @@ def finetune(parsed: Arguments) -> None:
         model = loading.open_sizes(sizes)[0]
     else:
         dtype = processes.loading_dtype(name, choice.dtype, arguments)
-        loading.build_empty(name, loading.load_config(name), causal=True)
+        check_causal(loading.load_config(name), name, "nothing else is trained here")
         with processes.whole_weights(arguments):  # a patch is verified on all of them
             model = loading.load_model(name, dtype=dtype, device="cpu", attn=choice.attn)
         loaded = weights_hash(model)
