@@ -164,7 +164,7 @@ def _native(patched: PatchedTable, method: RopeScaling) -> dict[str, Any] | None
     scaled = patched.wrapper.base_factors or method.filters
     entry = None if scaled else method.rope_parameters(patched.spec)
     own = _own_length(patched.table)
-    if entry is None or own != (own and entry.get(_ORIGINAL, own)):
+    if entry is None or (own and entry.get(_ORIGINAL, own) != own):
         return None
     if patched.table.rope_type == "proportional" and entry["rope_type"] in ("default", "linear"):
         entry = {**entry, "rope_type": "proportional"}
