@@ -168,8 +168,8 @@ class VLLM(Engine):
         if entry["rope_type"] == "longrope":
             entry["short_mscale"] = table.in_force(source.original).factor
             entry["long_mscale"] = table.in_force(source.original + 1).factor
-            # One list for every length: nothing to switch, so no position at which the switch could go wrong. The
-            # attention of Ministral reads this key too.
+            # The engine reads another list past this length, which a single list does not need. The attention of
+            # Ministral reads the same key.
             if _one_list(entry) and not entry.get("llama_4_scaling_beta"):
                 entry[_ORIGINAL] = source.reach
         return entry

@@ -49,7 +49,8 @@ def composes_with(method: type[Method]) -> str:
     biases = (each for each in REGISTRY.values() if each.seam == "bias")
     apart = [each.name for each in biases if "attention" not in each.beside_kept]
     kept = "a bias with keep_rope=True" + f" (not {', '.join(apart)})" * (not bands)
-    dropping = (x.name for x in REGISTRY.values() if x.seam == "rotary" and "bias" not in x.beside)
+    tables = [each for each in REGISTRY.values() if each.seam == "rotary"]
+    dropping = (each.name for each in tables if "bias" not in each.beside)  # the rotation itself
     but = f" (not {', '.join(dropping)})" * (method.seam != "query")
     words = {
         "rotary": f"{'a' if bands else 'a static'} frequency method{but}",

@@ -534,7 +534,7 @@ def layers_of_type(config: Any, kind: str) -> tuple[int, ...]:
     """Return the layers of `"full"` attention, `"sliding"` windows or chunks, `"all"`, or a config's own type."""
     count = range(getattr(config, "num_hidden_layers", None) or 0)
     types = list(getattr(config, "layer_types", None) or ["full_attention" for _ in count])
-    softmax = {kind for kind in types if any(part in kind for part in _ATTENDS)}
+    softmax = {each for each in types if any(part in each for part in _ATTENDS)}
     attends = [n for n in count if types[n] in softmax and "linear" not in types[n]]
     local = [layer for layer in attends if types[layer].startswith(_LOCAL)]
     named = [layer for layer in count if types[layer] == kind]

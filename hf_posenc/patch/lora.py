@@ -88,11 +88,15 @@ def carry_patch(model: Any, state: State) -> None:
             state.adapters.append(config)
         elif not isinstance(config, PosencLoraConfig):
             kind = "a method that is not registered" if own else config.peft_type.value
-            kind = "frequencies of your own" if state.foreign else kind
+            way = "Use a LoRA and a registered method (hf_posenc.register_method), or patch before you load the adapter"
+            if state.foreign:
+                kind, way = (
+                    "frequencies set by hand",
+                    "Set them and patch again before you load the adapter",
+                )
             lost.append(
                 f"The adapter {name!r} ({kind}) is saved without the patch, {state.config.method}, and PEFT would load "
-                "it on an unpatched model. Use a LoRA and a registered method (hf_posenc.register_method), or "
-                "patch before you load the adapter."
+                f"it on an unpatched model. {way}."
             )
         if isinstance(config, PosencLoraConfig) and PARAMETERS not in whole:
             vars(config)[BESIDE] = trained_parameters(model)

@@ -114,7 +114,7 @@ def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
     methods = " + ".join(name for name, _ in state.config.parts)
     autos = [*_auto_classes(model)]
     auto = max(autos or [type(model).__name__], key=lambda name: ("LM" in name, name))
-    given = f"(..., auto_class={auto})" if "AutoModel" in autos else ""  # without a head
+    given = f"(..., auto_class={auto})" if "AutoModel" in autos else ""  # a model without a head
     advice = (
         f"{methods} needs hf_posenc. Load this model with hf_posenc.from_pretrained{given}, or with {auto} and "
         "trust_remote_code=True where hf_posenc is installed."

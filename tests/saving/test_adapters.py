@@ -236,6 +236,15 @@ class TestPlainConfig:
         with warnings.catch_warnings():
             warnings.simplefilter("error", UserWarning)
             saved(model, tmp_path)
+        by_hand: Any = load(base)
+        by_hand.model.rotary_emb.inv_freq *= 0.5
+        model = peft.get_peft_model(
+            patch_model(by_hand, "pi", scale=2, compose=True), plain_config()
+        )
+        with pytest.warns(
+            UserWarning, match=r"\(frequencies set by hand\) is saved without the patch"
+        ):
+            saved(model, tmp_path / "by_hand")
 
     @pytest.mark.parametrize(
         ("way", "method"), covering(("get_peft_model", *ADD, "after"), ("kerple_log", "fire", "t5"))
