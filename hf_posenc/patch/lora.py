@@ -90,10 +90,8 @@ def carry_patch(model: Any, state: State) -> None:
             kind = "a method that is not registered" if own else config.peft_type.value
             way = "Use a LoRA and a registered method (hf_posenc.register_method), or patch before you load the adapter"
             if state.foreign:
-                kind, way = (
-                    "frequencies set by hand",
-                    "Set them and patch again before you load the adapter",
-                )
+                kind = "frequencies set by hand"
+                way = "Set them and patch again before you load the adapter"
             lost.append(
                 f"The adapter {name!r} ({kind}) is saved without the patch, {state.config.method}, and PEFT would load "
                 f"it on an unpatched model. {way}."
