@@ -225,7 +225,8 @@ def check_seams(parts: Sequence[Method | type[Method]]) -> None:
     frequencies = [part for part in parts if of_kind(part, RopeScaling)]
     filters = [part for part in frequencies[1:] if of_kind(part, TableFilter)]
     for part, later in itertools.pairwise(frequencies):
-        if of_kind(part, TableFilter) and not of_kind(later, TableFilter):
+        last = of_kind(part, TableFilter) and not of_kind(later, TableFilter)
+        if last and "rotary" in later.beside:
             raise PosencError(
                 f"{part.name} changes the table of the method before it in a list: name {later.name} first."
             )

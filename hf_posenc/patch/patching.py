@@ -136,14 +136,23 @@ def _patch(
             source = _source(inner, method, sample)
             tables = () if isinstance(source, NativeSeam) else source
             foreign = _is_foreign(inner, tables, method, request)
-            state = resolve_request(source, method, **request)
+            scaled = any(table.scaled for table in tables)
+            replace = request.get("replace") is True
+            try:
+                state = resolve_request(source, method, **request)
+            except PosencError:
+                # The refusal offers ways that a patch in force refuses.
+                if earlier is not None and scaled:
+                    compose = request.get("compose") is True
+                    _check_replaceable(earlier, trained=trained, compose=compose, replace=replace)
+                raise
             state.foreign = foreign
             if earlier is not None:
-                if _is_same(state, earlier, scaled=any(table.scaled for table in tables)):
+                if _is_same(state, earlier, scaled=scaled):
                     put_back()
                     return None
-                replace = request.get("replace") is True
-                _check_replaceable(state, earlier, trained=trained, replace=replace)
+                compose = state.config.compose
+                _check_replaceable(earlier, trained=trained, compose=compose, replace=replace)
             if state.in_attention:
                 _refuse_prompts(model)
             _refuse_damaged(damage, state)
@@ -282,10 +291,10 @@ def _is_trained(model: nn.Module, state: State) -> bool:
     return any(method.trainable for method in state.methods)
 
 
-def _check_replaceable(state: State, earlier: State, *, trained: bool, replace: bool) -> None:
+def _check_replaceable(earlier: State, *, trained: bool, compose: bool, replace: bool) -> None:
     """Refuse a second patch without `replace`, and one that would lose trained parameters for good."""
     way = "Pass replace=True to patch_model, or call unpatch_model(model) first."
-    if state.config.compose:
+    if compose:
         way = "Call unpatch_model(model) first."
     if trained:
         keep = "model.save_pretrained(folder)" if earlier.native else "save_patch(model, folder)"

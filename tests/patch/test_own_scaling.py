@@ -166,8 +166,9 @@ def test_its_own_scaling_is_one_patch_among_others() -> None:
     model, _ = build("phi3")
     for name in ("rerope", "longrope"):
         patch_model(model, name, compose=name == "rerope")
-        with pytest.raises(PosencError, match="already patched with"):
-            patch_model(model, "longrope", update="request")
+        for again in ({"method": "longrope", "update": "request"}, {"method": "yarn", "scale": 2}):
+            with pytest.raises(PosencError, match="already patched with"):
+                patch_model(model, **again)
         unpatch_model(model)
 
 
