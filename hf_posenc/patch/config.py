@@ -114,15 +114,11 @@ class PatchConfig:
             # Beside replace=True, a method that changes no frequencies still starts from those in force.
             "compose": not replaced and any(part.compose for part in every),
             "replace": replaced,
+            "target_length": self.target_length,
         }
         if self.elsewhere:
             return {"method": {part.layers: list(part.build()) for part in every}, **shared}
-        return {
-            "method": self.build(),
-            "target_length": self.target_length,
-            "layers": self.layers,
-            **shared,
-        }
+        return {"method": self.build(), "layers": self.layers, **shared}
 
     def to_dict(self) -> dict[str, Any]:
         """Return the JSON form, as `from_dict` reads it."""

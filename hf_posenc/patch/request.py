@@ -107,10 +107,12 @@ def resolve_request(
     has_length = native is not None and native.has_length
     methods: list[Method] = []
     extended: int | None = None
+    # In a list, a number is that of the one method that takes it; a target also of a list without such a method.
+    ending = [part for part in parts if not part.follows_text] or parts
+    aimed = [part for part in ending if part.takes_scale()] or ending
     for part, knobs in zip(parts, own, strict=True):
-        # In a list, a number is that of the one method that takes it.
         takes_scale = len(parts) == 1 or part.takes_scale()
-        takes_target = len(parts) == 1 or (part.takes_scale() and not part.follows_text)
+        takes_target = len(parts) == 1 or part in aimed
         sized = scale if takes_scale else None, target if takes_target else None
         built, reach = _build(part, *sized, original, options, knobs, has_length=has_length)
         methods.append(built)
@@ -130,13 +132,12 @@ def resolve_request(
         if replace and rotary and extended is not None and not dropped:
             extended = own_reach(tables, original) or extended
     first, *others = methods
-    own_scale = getattr(first, "scale", None)
-    implied = math.ceil(original * (own_scale or 1))
+    implied = math.ceil(original * max(getattr(each, "scale", None) or 1 for each in methods))
     config = PatchConfig(
         method=first.name,
         options={knob: value for knob, value in first.options().items() if knob != "scale"},
-        scale=own_scale,
-        target_length=extended if has_length and extended not in (None, implied) else None,
+        scale=getattr(first, "scale", None),
+        target_length=target if target == extended != implied else None,
         original_max_position_embeddings=original or None,
         layers=layers if isinstance(layers, str) else tuple(layers),
         compose=compose,
@@ -234,10 +235,11 @@ def _by_layers(
         every.append(LayerPart(numbers, state.methods, state.original, own.compose, strict))
     first, *others = configs
     reached = [state.extended for state in states if state.extended is not None]
+    target = None if reached else shared["target_length"]
     return State(
-        config=dataclasses.replace(first, elsewhere=tuple(others)),
+        config=dataclasses.replace(first, elsewhere=tuple(others), target_length=target),
         original=states[0].original,
-        extended=max(reached, default=None),
+        extended=max(reached, default=target),
         methods=tuple(method for state in states for method in state.methods),
         parts=tuple(every),
         dropped={key: value for state in states for key, value in state.dropped.items()},
@@ -247,8 +249,11 @@ def _by_layers(
 def _part(source: Sequence[RotaryTable], value: Any, shared: Mapping[str, Any]) -> State:
     """Return the state of the methods of some layers, as if they were those of all."""
     parts, own = named(value), dict(shared)
-    if not any(not isinstance(part, Method) and part.takes_scale() for part in parts):
-        own |= {"scale": None, "target_length": None}
+    scaled = [part for part in parts if part.takes_scale()]
+    if all(isinstance(part, Method) for part in scaled):
+        own["scale"] = None
+    if all(part.follows_text for part in scaled):
+        own["target_length"] = None
     if not any(part.seam in ("rotary", "query") for part in parts):
         own["replace"] = False
     return resolve_request(source, value, layers="all", **own)

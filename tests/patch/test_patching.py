@@ -27,7 +27,7 @@ from hf_posenc import (
     patched,
     unpatch_model,
 )
-from hf_posenc.methods import ReRoPE, SelfExtend, YaRN
+from hf_posenc.methods import ABF, NoPE, ReRoPE, SelfExtend, YaRN
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.patch import patching
 from hf_posenc.patch.report import COLUMNS
@@ -157,6 +157,26 @@ def test_the_config_says_how_far_the_model_reads(method: str) -> None:
     assert zoo.in_force(model).extended_length == model.config.max_position_embeddings == 256
 
 
+@pytest.mark.parametrize(
+    "method",
+    [
+        ABF(rope_theta=1e6),
+        [ABF(rope_theta=1e6), ReRoPE(window=8)],
+        {range(1): ReRoPE(window=8), 1: NoPE()},
+    ],
+)
+def test_a_target_without_a_scale_is_kept(method: Any, tmp_path: Path) -> None:
+    model, again = zoo.build("llama"), zoo.build("llama")
+    patch_model(model, method, target_length=256)
+    model.save_pretrained(tmp_path)
+    hf_posenc.save_patch(model, tmp_path / "patch")
+    hf_posenc.load_patch(again, tmp_path / "patch")
+    for each in (model, again, hf_posenc.from_pretrained(tmp_path)):
+        assert zoo.in_force(each).extended_length == each.config.max_position_embeddings == 256
+    with pytest.raises(PosencError, match="already patched"):
+        patch_model(model, method, target_length=512)
+
+
 class TestSecondPatch:
     """A patched model is patched again: a cell of a notebook that runs twice."""
 
@@ -219,7 +239,7 @@ class TestSecondPatch:
         parameters = {"rope_type": "linear", "rope_theta": 10_000.0, "factor": 2.0}
         model = zoo.build("llama", rope_parameters=parameters)
         patch_model(model, "rerope", window=8, original_max_position_embeddings=64)
-        with pytest.raises(PosencError, match="already scaled"):
+        with pytest.raises(PosencError, match="already patched"):
             patch_model(model, "yarn", scale=4)
         with pytest.raises(PosencError, match=r"frequency method.*unpatch_model"):
             patch_model(model, "rerope", window=9, replace=True)
