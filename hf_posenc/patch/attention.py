@@ -92,6 +92,8 @@ def install_attention(
         every = [table for table in every if owner_of(model, table.name) in owners]
     if empty := without_weights(model):
         _keep_tables(model, state, every)
+    elif any(isinstance(method, Growing | RopeScaling) for method in state.in_attention):
+        keep_frequencies(model, state, every)  # other frequencies are reached from them
     with trial(model):
         try:
             with state.sample.only():
@@ -172,9 +174,8 @@ def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) 
         raise UnsupportedModelError(
             f"This model is on the meta device, and {lacking}. Load the model first, then patch it."
         )
-    kept = {*wrappers, *(id(table.module) for table in scaled)}
-    if own := [table for table in tables if id(table.module) not in kept]:
-        keep_frequencies(model, state, own)
+    kept = {id(table.module) for table in scaled}
+    keep_frequencies(model, state, [table for table in tables if id(table.module) not in kept])
 
 
 def _is_pair(model: Any) -> bool:

@@ -15,6 +15,7 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import PositionInterpolation, RopeScaling
 from hf_posenc.methods.contract import check_frequencies
 from hf_posenc.model.discovery import (
+    PER_LENGTH,
     RotaryTable,
     SinCosTable,
     Tables,
@@ -30,6 +31,7 @@ from hf_posenc.model.sampled import Sample
 from hf_posenc.model.unwrapping import is_sharded
 from hf_posenc.patch import export
 from hf_posenc.patch.state import State, replace_modules
+from hf_posenc.rope import RopeSpec
 from hf_posenc.seams.held import TableEnd
 from hf_posenc.seams.hidden import once
 from hf_posenc.seams.traces import users_of
@@ -106,22 +108,41 @@ def _layers_of(model: nn.Module, paths: Sequence[str], sample: Sample) -> set[in
 
 
 def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:
-    """Wrap rotary modules without values, so that what fills the model's tensors leaves the frequencies as they are."""
-    patched = _wrap(tables, PositionInterpolation(scale=1.0), state, adapter_of(model).log_gain)
+    """Wrap static rotary modules that are as they were, so that no cast, and nothing that fills tensors, changes them."""
+    wrapped = {id(each.base) for each in model.modules() if isinstance(each, PosencRotary)}
+    moving = {id(table.module) for table in tables if table.rope_type in PER_LENGTH}
+    own = [
+        table
+        for table in tables
+        if not (isinstance(table, SinCosTable) or id(table.module) in wrapped | moving)
+    ]
+    method, gain = PositionInterpolation(scale=1.0), adapter_of(model).log_gain
+    patched = _wrap(own, method, state, gain, in_force=True)
     replace_modules(model, {id(one.table.module): one.wrapper for one in patched})
 
 
 def _wrap(
-    tables: Tables, method: RopeScaling, state: State, log_gain: str | None
+    tables: Tables,
+    method: RopeScaling,
+    state: State,
+    log_gain: str | None,
+    *,
+    in_force: bool = False,
 ) -> list[export.PatchedTable]:
-    """Build one wrapper for each rotary module, which holds one table or several; verify what it computes."""
-    compose = state.config.compose
-    read = functools.partial(read_spec, original=state.original, compose=compose)
+    """Build one wrapper for each rotary module, which holds one table or several; verify what it computes.
+
+    `in_force`: the method starts from the frequencies in force, whatever the patch does.
+    """
     patched = []
     for module in {id(table.module): table.module for table in tables}.values():
         group = [table for table in tables if table.module is module]
-        specs = {table.label: check_frequencies(method, read(table)) for table in group}
-        factors = {table.label: table.composed()[1] for table in group if compose}
+        specs, factors = dict[str, RopeSpec](), dict[str, float]()
+        for table in group:
+            compose = table.scaled if in_force else state.config.compose
+            spec = read_spec(table, state.original, compose=compose)
+            specs[table.label] = check_frequencies(method, spec)
+            if compose:
+                factors[table.label] = table.composed()[1]
         wrapper = PosencRotary(module, method, specs, factors)
         patched += [export.PatchedTable(table, wrapper, log_gain) for table in group]
     for one in patched:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import warnings
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_posenc import PosencError, get_patch, patch_model, unpatch_model
-from hf_posenc.methods import ReRoPE, YaRN
+from hf_posenc.methods import DynamicYaRN, JetLong, ReRoPE, YaRN
 from hf_posenc.model.unwrapping import default_dtype
 from tests.attention.test_attention import apply, assert_close, build
 from tests.support import zoo
@@ -149,3 +150,18 @@ def test_another_default_dtype(method: Any, device: str) -> None:
             made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         assert get_patch(patch_model(made, method)) is not None
         assert torch.get_default_dtype() == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    "methods", [DynamicYaRN(), JetLong(), {0: YaRN(scale=16), 1: ReRoPE(window=30)}]
+)
+def test_no_cast_reaches_the_frequencies(methods: Any) -> None:
+    model = patch_model(zoo.build("llama"), methods)
+    for parameter in model.parameters():  # a cast changes none of them
+        parameter.data = parameter.data.bfloat16().float()
+    ids = zoo.tokens(300)
+    want, weights = zoo.logits(model, ids), copy.deepcopy(model.state_dict())
+    assert torch.equal(zoo.logits(copy.deepcopy(model).bfloat16().float(), ids), want)
+    filled = copy.deepcopy(model).to_empty(device="cpu")
+    filled.load_state_dict(weights)
+    assert torch.equal(zoo.logits(filled, ids), want)
