@@ -72,10 +72,14 @@ class LegacyKeys:
 
     def variants(self, rope_parameters: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield what to write beside `rope_parameters`, best first: transformers 5 does not accept every one."""
-        values = self.values(rope_parameters)
+        values, full = self.values(rope_parameters), _full(rope_parameters)
+        unknown = "rope_theta" in full and full["rope_type"] not in ROPE_TYPES
+        if unknown:
+            theta = self.names.get("rope_theta", "rope_theta")
+            values = {theta: full["rope_theta"], "rope_scaling": dict(full)}  # refused by 4.57
         yield values
-        if self.fields is not None and "rope_scaling" in values:
-            yield {**values, "rope_scaling": dict(_full(rope_parameters))}  # refused by 4.57
+        if not unknown and self.fields is not None and "rope_scaling" in values:
+            yield {**values, "rope_scaling": dict(full)}  # refused by 4.57
         yield {}
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Union
@@ -39,7 +40,7 @@ def number(low: float, *, above: bool = False, most: float = math.inf) -> Mappin
 
     def valid(value: Any) -> bool:
         plain = isinstance(value, int | float) and not isinstance(value, bool)
-        return plain and least <= value <= most and math.isfinite(value)
+        return plain and least <= value <= min(most, sys.float_info.max)
 
     return {"values": f"a number {bounds}", "valid": valid}
 
@@ -48,9 +49,9 @@ def count(low: int = 1) -> Mapping[str, Any]:
     """Metadata of a field: a whole number of at least `low`."""
 
     def valid(value: Any) -> bool:
-        return isinstance(value, int) and not isinstance(value, bool) and value >= low
+        return isinstance(value, int) and not isinstance(value, bool) and low <= value <= LARGEST
 
-    return {"values": f"a whole number of at least {low}", "valid": valid}
+    return {"values": f"a whole number of at least {low} and at most {LARGEST:,}", "valid": valid}
 
 
 def switch() -> Mapping[str, Any]:
@@ -133,10 +134,6 @@ class Method:
             value, valid = getattr(self, option.name), option.metadata.get("valid")
             if value is not (value := plain(value)):
                 object.__setattr__(self, option.name, value)
-            if isinstance(value, int) and abs(value) > LARGEST:
-                raise PosencError(
-                    f"{self.name}: {option.name} is at most {LARGEST:,}, not {str(value)[:20]}."
-                )
             if valid is None or (value is None and option.default is None) or valid(value):
                 continue
             values = option.metadata["values"]

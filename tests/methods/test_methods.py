@@ -397,7 +397,8 @@ def test_unknown_options_are_refused(name: str) -> None:
         ("abf", {"rope_theta": 1e6, "scale": 4}, "scale"),
         ("nope", {"scale": 4}, "scale"),
         ("rerope", {"window": 0}, "window is a whole number of at least 1"),
-        ("rerope", {"window": 2**31}, "window is at most 2,147,483,647"),
+        ("rerope", {"window": 2**31}, "window is .* at most 2,147,483,647"),
+        ("pi", {"scale": 10**400}, "scale is a number of at least 1"),
     ],
 )
 def test_bad_values_are_refused_by_name(name: str, options: dict[str, Any], named: str) -> None:
@@ -454,7 +455,11 @@ def test_angles_of_sinusoids_are_float64_from_a_list() -> None:
 
 
 def test_values_at_their_limits_are_taken() -> None:
-    for name, options in (("rerope", {"window": 2**31 - 1}), ("pi", {"scale": 1.0})):
+    for name, options in (
+        ("rerope", {"window": 2**31 - 1}),
+        ("pi", {"scale": 1.0}),
+        ("abf", {"rope_theta": 3_580_165_449}),  # of a Llama 3 with a million tokens
+    ):
         assert get_method(name).from_options(**options).options() == options
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,8 @@ def test_p_rope_saves_natively(model_type: str, tmp_path: Path) -> None:
     own = parameters.get("full_attention", parameters)
     assert (own["rope_type"], own["partial_rotary_factor"]) == ("proportional", 0.5)
     model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["rope_scaling"]["rope_type"] == "proportional"  # else 4.57 ignores it
     plain = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert torch.equal(zoo.logits(plain, IDS), zoo.logits(model, IDS))
 
