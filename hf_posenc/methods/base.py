@@ -414,8 +414,9 @@ def seam_of(method: Method) -> str:
         >>> seam_of(DynamicYaRN()), seam_of(DynamicYaRN(update="sequence"))
         ('attention', 'rotary')
     """
-    if isinstance(method, LengthDependent) and method.update != "sequence":
-        return "attention"  # each query, or each row of the batch, has frequencies of its own
+    if isinstance(method, LengthDependent) and method.length_dependent:
+        # Else each query, or each row of the batch, has frequencies of its own.
+        return method.seam if method.update == "sequence" else "attention"
     return method.seam
 
 

@@ -113,8 +113,8 @@ def check_frequencies(method: RopeScaling, rope: RopeSpec) -> RopeSpec:
             else:
                 hook, table = "inv_freq", called(each, "inv_freq", each.inv_freq, rope, length)
             require_tensor(each, hook, table, own.shape, (torch.float64,), 0)
-            stopped = stopped | (table == 0) if each.stops_pairs else stopped
             held = table.float()  # in a model
+            stopped = stopped | (held == 0) if each.stops_pairs else stopped
             needed = "numbers above 0 in float32, or the class sets stops_pairs = True"
             moving = bool((held.isfinite() & ((held > 0) | stopped)).all())
             require(each, hook, table, needed, moving)

@@ -323,14 +323,14 @@ def _inner_rotary(module: nn.Module) -> RepositionedRotary | None:
 def _refuse_dynamic(tables: Sequence[RotaryTable], wrappers: Wrappers) -> None:
     for table in tables:
         rotary = wrappers[id(table.module)].base
-        dynamic = table.rope_type in ("dynamic", "longrope")
+        dynamic = table.moves
         if isinstance(rotary, PosencRotary) and table.label in rotary.specs:
             dynamic = rotary.method.length_dependent
         if dynamic:
             raise PosencError(
                 f"The frequencies of {table.name} move with the length of the text, and beside a method that computes "
-                "attention every layer needs one table. Choose all layers, with a static method first, as in "
-                '[YaRN(scale=4), ReRoPE()] (if scaled, replace=True); or a dynamic one with update="row" alone.'
+                "attention every layer needs one table. Give one method or list for all layers: a static one first, as "
+                'in [YaRN(scale=4), ReRoPE()] (if scaled, replace=True); or a dynamic one with update="row" alone.'
             )
 
 

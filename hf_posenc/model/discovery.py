@@ -74,6 +74,15 @@ class RotaryTable:
         """True if the checkpoint itself is already scaled."""
         return is_scaled(self.rope_type, self.parameters)
 
+    @property
+    def moves(self) -> bool:
+        """True if transformers changes its frequencies, or its factor, with the length of the text."""
+        short, long = (
+            [self.parameters.get(f"{length}_{knob}") for knob in ("factor", "mscale")]
+            for length in ("short", "long")
+        )
+        return self.rope_type == "dynamic" or (self.rope_type == "longrope" and short != long)
+
     def built(self) -> nn.Module:
         """Return another module of the same class on the CPU, built from the config."""
         make: Any = type(self.module)

@@ -144,10 +144,16 @@ class PatchConfig:
             raise PosencError('A patch names its "method".')
         if isinstance(own.get("layers"), list):
             own["layers"] = tuple(own["layers"])
-        own["others"] = tuple((o["method"], o["options"]) for o in own.get("others", ()))
-        own["elsewhere"] = tuple(map(cls.from_dict, own.get("elsewhere", ())))
-        config = cls(**own)
-        for name, _ in config.parts:
+        try:
+            own["others"] = tuple((o["method"], o["options"]) for o in own.get("others", ()))
+            own["elsewhere"] = tuple(map(cls.from_dict, own.get("elsewhere", ())))
+            config = cls(**own)
+            parts = config.parts
+        except (AttributeError, KeyError, TypeError) as error:
+            raise PosencError(f"This is not a patch: {type(error).__name__}: {error}.") from error
+        if not all(isinstance(flag, bool) for flag in (config.compose, config.replace)):
+            raise PosencError('"compose" and "replace" of a patch are true or false.')
+        for name, _ in parts:
             try:
                 get_method(name)
             except PosencError as error:

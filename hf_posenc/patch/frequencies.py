@@ -15,7 +15,6 @@ from hf_posenc.errors import PosencError, UnsupportedModelError, VerificationErr
 from hf_posenc.methods import PositionInterpolation, RopeScaling
 from hf_posenc.methods.contract import check_frequencies
 from hf_posenc.model.discovery import (
-    PER_LENGTH,
     RotaryTable,
     SinCosTable,
     Tables,
@@ -108,9 +107,9 @@ def _layers_of(model: nn.Module, paths: Sequence[str], sample: Sample) -> set[in
 
 
 def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:
-    """Wrap static rotary modules that are as they were, so that no cast, and nothing that fills tensors, changes them."""
+    """Wrap static rotary modules that are as they were, so that no cast and nothing that fills tensors changes them."""
     wrapped = {id(each.base) for each in model.modules() if isinstance(each, PosencRotary)}
-    moving = {id(table.module) for table in tables if table.rope_type in PER_LENGTH}
+    moving = {id(table.module) for table in tables if table.moves}
     own = [
         table
         for table in tables

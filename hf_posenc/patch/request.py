@@ -92,7 +92,7 @@ def resolve_request(
             )
     else:
         tables, cut = _tables(source, parts, layers)
-        own = [{} if compose else own_knobs(part, tables) for part in parts]
+        own = [{} if compose else own_knobs(part, tables, options) for part in parts]
         asked = compose
         numbers = [scale, target, given if len(readings(tables[0])) == 1 else None]
         if any(own) and not any(numbers) and not {*options} - {"update", "bucket"}:

@@ -8,24 +8,27 @@ from typing import Any
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import LengthDependent, LongRoPE, Method, get_method
 from hf_posenc.model.context import config_length, readings
-from hf_posenc.model.discovery import PER_LENGTH, RotaryTable, layers_of_type, local_layers
+from hf_posenc.model.discovery import RotaryTable, layers_of_type, local_layers
 from hf_posenc.patch.export import SCALING_KEYS
 
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def own_knobs(part: Method | type[Method], tables: Sequence[RotaryTable]) -> dict[str, Any]:
+def own_knobs(
+    part: Method | type[Method], tables: Sequence[RotaryTable], given: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return the knobs of a checkpoint's own scaling for the named method that is of its type, in place of defaults.
 
     Empty for another method, for a Method object, which has its knobs, and where tables differ. A table that moves with
-    the text gets `update="row"`, under which caches and batches are exact.
+    the text gets `update="row"`, under which caches and batches are exact, unless lists are `given`.
     """
     if isinstance(part, Method):
         return {}
     found = [_knobs_of(part, table) for table in tables]
     if any(each != found[0] for each in found):
         return {}
-    moving = found[0] and issubclass(part, LengthDependent) and _moves(tables[0])
+    moving = found[0] and issubclass(part, LengthDependent) and tables[0].moves
+    moving = moving and not {"short_factor", "long_factor"} & {*given}
     return {**found[0], "update": "row"} if moving else found[0]
 
 
@@ -60,7 +63,7 @@ def own_original(tables: Sequence[RotaryTable]) -> int | None:
 
 def moving_note(model: Any, table: RotaryTable) -> str:
     """Return what transformers computes wrongly with a table that moves with the text; empty for one that does not."""
-    if table.rope_type not in PER_LENGTH or not _moves(table):
+    if not table.moves:
         return ""
     start = own_original([table]) or table.parameters.get(_ORIGINAL)
     length = "the original length" if start is None else f"{start:,} tokens"
@@ -72,11 +75,6 @@ def moving_note(model: Any, table: RotaryTable) -> str:
         f"their own step: a text that grows past that length from a cache{but}, or that is in one batch with a longer "
         "one, is not computed as it is alone and at once."
     )
-
-
-def _moves(table: RotaryTable) -> bool:
-    lists = (table.parameters.get(knob) for knob in ("short_factor", "long_factor"))
-    return table.rope_type == "dynamic" or next(lists) != next(lists)
 
 
 def own_reach(tables: Sequence[RotaryTable], original: int) -> int | None:
@@ -137,7 +135,7 @@ def refuse_moving(tables: Sequence[RotaryTable], methods: Sequence[Method], *, a
         return
     for table in tables:
         static = table.rope_type == "longrope"
-        if table.rope_type not in PER_LENGTH or (static and asked):
+        if not table.moves or (static and asked):
             continue
         way = ""
         if static:
@@ -212,13 +210,13 @@ def _check_scaled(
         )
         ways = [f"replace=True starts from its rope_theta and {_start(replaced, scale, target)}"]
         force = "what is in force"
-        if table.rope_type == "longrope":
+        if table.moves:
             force = "its long list (then of texts of every length)"
         if table.rope_type != "dynamic":
             ways.append(
                 f"compose=True scales {force} once more, from {_start(composed, scale, target)}"
             )
-        if table.rope_type in PER_LENGTH and own_knobs(get_method(table.rope_type), tables):
+        if table.moves and own_knobs(get_method(table.rope_type), tables, {}):
             name = get_method(table.rope_type).name
             ways.append(
                 f'"{name}" without numbers makes its own scaling exact in caches and batches'

@@ -191,6 +191,11 @@ CALLS: dict[str, dict[str, str]] = {
         "'no-such-model'": "no folder has this name, and it is not cached.",
         "'a b'": "There is no model a b: no folder has this name, and it is no hub",
     },
+    "hf_posenc.PatchConfig.from_dict({})": {
+        "dict(format=1, method='yarn', others=3)": "This is not a patch: TypeError",
+        "dict(format=1, method='abf', options=[1])": "This is not a patch: TypeError",
+        "dict(format=1, method='nope', compose='yes')": "of a patch are true or false",
+    },
     "TokenScorer({})": {
         "nn.Linear(1, 1), ids": "Linear has no token embeddings: give a causal language model",
         "model, ids)([1, 9999]": "Token 9,999: the model has embeddings for 0 to 127.",

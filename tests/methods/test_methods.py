@@ -19,6 +19,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 import hf_posenc.methods as methods
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import Growing, RopeScaling, available_methods, bucket_length, get_method
+from hf_posenc.methods.contract import check_frequencies
 from hf_posenc.rope import RopeSpec
 from tests.support.references import DYNAMIC, KNOBS, REFERENCES, REQUIRED, default
 from tests.support.zoo import frequency_methods, promising
@@ -415,6 +416,11 @@ def test_clip_stops_the_authors_share_of_any_number_of_pairs(pairs: int) -> None
 def test_truncated_keeps_a_pair_at_the_cutoff() -> None:
     method = build("truncated_basis", wavelength=2 * math.pi)
     assert float(method.inv_freq(RopeSpec(64, 1e4, 64))[0]) == 1.0
+
+
+def test_a_pair_that_underflows_is_stopped() -> None:
+    rope = RopeSpec(16, 1e4, 64)
+    assert check_frequencies(build("power_basis", power=60.0), rope) is rope
 
 
 def test_a_ramp_ends_within_the_head_where_few_pairs_turn_little() -> None:

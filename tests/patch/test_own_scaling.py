@@ -162,6 +162,18 @@ def test_what_a_scaling_of_its_own_does_not_allow(
     zoo.refused(build(case)[0], message, method, **options)
 
 
+def test_equal_lists_do_not_move_with_the_text() -> None:
+    equal = {**LONGROPE, "long_factor": SHORT}
+    model = zoo.build("phi3", rope_parameters=equal, **ORIGINAL)
+    before = zoo.logits(model, IDS)
+    patch_model(model, "rerope", window=200)
+    assert off(zoo.logits(model, IDS), before) < CLOSE
+    own, _ = build("phi3")
+    lists: dict[str, Any] = {"short_factor": LONG, "long_factor": LONG}
+    patch_model(own, "longrope", scale=4, replace=True, **lists)
+    assert zoo.in_force(own).export == "rope_parameters"
+
+
 def test_its_own_scaling_is_one_patch_among_others() -> None:
     model, _ = build("phi3")
     for name in ("rerope", "longrope"):
