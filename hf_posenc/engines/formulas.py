@@ -93,8 +93,8 @@ def of_transformers(
     if kind == "linear":
         return Table(plain(theta, dim) / float(rope["factor"]))
     if kind == "dynamic":
-        original, factor = config["max_position_embeddings"], float(rope["factor"])
-        growth = factor * max(length, original) / original - (factor - 1)
+        original, scale = config["max_position_embeddings"], float(rope["factor"])
+        growth = scale * max(length, original) / original - (scale - 1)
         return Table(plain(theta * growth ** (dim / (dim - 2)), dim))
     if kind == "proportional":
         table = plain(theta, dim) / float(rope.get("factor") or 1.0)
