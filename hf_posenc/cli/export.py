@@ -18,7 +18,7 @@ from hf_posenc.engines.names import CPU_VLLM, ENGINES, PLUGIN_VLLM, SERVED, WEIG
 from hf_posenc.errors import PosencError
 from hf_posenc.evaluation.loading import has_tokenizer, parse_patch, quiet_transformers
 from hf_posenc.evaluation.options import Checked, output_option, plain_option
-from hf_posenc.files import disk_errors
+from hf_posenc.files import WEIGHT_FILES, disk_errors
 
 if TYPE_CHECKING:
     from hf_posenc.engines import Export, GGUFCheck
@@ -103,7 +103,7 @@ def export(options: ExportOptions) -> None:
     _show(exported)
     print_note(f"Wrote {', '.join(path.name for path in written)} to {folder}{over}")
     way = "" if exported.divisors is None else ", once --gguf has put the table into the file"
-    bare = not any(path.suffix in (".safetensors", ".bin") for path in written)
+    bare = not any(found for pattern in WEIGHT_FILES for found in folder.glob(pattern))
     way += ", once the model's weights are beside this config" * bare
     print_items(f"{to.replace('vllm', 'vLLM')} computes it by itself, without hf_posenc{way}:")
     print_items(*_commands(exported, folder), wrap=False)

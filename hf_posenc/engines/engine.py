@@ -22,7 +22,7 @@ from hf_posenc.model.context import config_length, length_of, readings
 from hf_posenc.model.discovery import NoRotaryError, RotaryTable, SinCosTable, adapter_of, tables_of
 from hf_posenc.model.rotary import PosencRotary
 from hf_posenc.patch.config import PatchConfig
-from hf_posenc.patch.export import PatchedTable, config_parts, lengths_of, rope_forms
+from hf_posenc.patch.export import BLOCK, PatchedTable, config_parts, lengths_of, rope_forms
 from hf_posenc.patch.files import apply_config
 from hf_posenc.patch.patching import get_patch, patch_model
 from hf_posenc.patch.report import Patch
@@ -376,14 +376,14 @@ def open_source(
 def source_tables(model: Any) -> tuple[SourceTable, ...]:
     """Return the rotary tables of a model, patched or not; none where they lie in the weights."""
     wrappers = {id(m.base): m for m in model.modules() if isinstance(m, PosencRotary)}
-    tables: dict[str, SourceTable] = {}
+    tables: dict[tuple[str, str], SourceTable] = {}  # an encoder and a decoder have the same labels
     for table in tables_of(model):
         if isinstance(table, SinCosTable):
             continue
         wrapper = wrappers.get(id(table.module))
         if wrapper is not None and table.label not in wrapper.specs:
             wrapper = None
-        tables.setdefault(table.label, SourceTable(table, wrapper))
+        tables.setdefault((table.part, table.label), SourceTable(table, wrapper))
     return tuple(tables.values())
 
 
@@ -394,7 +394,8 @@ def _without_rotary(
     if saved is not None:
         way = f"Its patch, {saved.method}, is computed by hf_posenc alone: load it with hf_posenc.from_pretrained."
     elif method is None:
-        way = f"It needs none: {path} is a plain checkpoint, which engines that have this model type read as it is."
+        longer = "Its patch is in its weights" if hasattr(model.config, BLOCK) else "It needs none"
+        way = f"{longer}: {path} is a plain checkpoint, which engines that have this model type read as it is."
     else:
         way = (
             "Patch the loaded model and call its save_pretrained: a longer learned table is in the weights of a plain "

@@ -265,7 +265,8 @@ def _options(kind: type[Method], pairs: int) -> dict[str, Any]:
     short = [1.0 + step / pairs for step in range(pairs)]
     long = [2 * value for value in short]
     values = {"rope_theta": 1e6, "short_factor": short, "long_factor": long}
-    values |= {"power": 0.5, "wavelength": 64.0}
+    values |= {"power": 0.5, "wavelength": 64.0, "factors": [1] * pairs}
+    values |= {"growth": 0.01, "shift": -1.0, "capacity": 60.0}
     required = [k for k, default in kind.knobs().items() if default is MISSING]
     scale = {"scale": 4.0} if kind.takes_scale() else {}
     update = {"update": "sequence"} if issubclass(kind, LengthDependent) else {}

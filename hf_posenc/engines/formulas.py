@@ -83,12 +83,6 @@ def longrope_factor(reach: float, original: float) -> float:
     return 1.0 if scale <= 1 else math.sqrt(1 + math.log(scale) / math.log(original))
 
 
-def dynamic(theta: float, dim: int, factor: float, length: float, original: float) -> Tensor:
-    """Return the frequencies of dynamic NTK for a text of `length` tokens: `_compute_dynamic_ntk_parameters`."""
-    growth = factor * max(length, original) / original - (factor - 1)
-    return plain(theta * growth ** (dim / (dim - 2)), dim)
-
-
 def of_transformers(
     rope: Mapping[str, Any], config: Mapping[str, Any], theta: float, dim: int, length: int
 ) -> Table | str:
@@ -99,8 +93,9 @@ def of_transformers(
     if kind == "linear":
         return Table(plain(theta, dim) / float(rope["factor"]))
     if kind == "dynamic":
-        original = config["max_position_embeddings"]
-        return Table(dynamic(theta, dim, float(rope["factor"]), length, original))
+        original, scale = config["max_position_embeddings"], float(rope["factor"])
+        growth = scale * max(length, original) / original - (scale - 1)
+        return Table(plain(theta * growth ** (dim / (dim - 2)), dim))
     if kind == "proportional":
         table = plain(theta, dim) / float(rope.get("factor") or 1.0)
         table[int(float(rope.get("partial_rotary_factor") or 1.0) * dim // 2) :] = 0

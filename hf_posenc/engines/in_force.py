@@ -14,8 +14,10 @@ from hf_posenc.engines.engine import SourceTable, empty_model, source_tables
 from hf_posenc.errors import PosencError
 from hf_posenc.methods import METHODS, LengthDependent, Method, RopeScaling
 from hf_posenc.patch.config import PatchConfig
+from hf_posenc.patch.export import config_parts
 from hf_posenc.patch.patching import patch_model
 from hf_posenc.patch.scaled import entry_knobs
+from hf_posenc.saving import take_patch
 
 OWN_KEYS = (
     *("partial_rotary_factor", "mrope_section", "mrope_interleaved", "xdrope_section"),
@@ -23,38 +25,11 @@ OWN_KEYS = (
 )
 """Keys of `rope_parameters` that belong to the model and not to a scaling."""
 _ORIGINAL = "original_max_position_embeddings"
-_LENGTH = "max_position_embeddings"
-
-
-def tables_in_force(config: Any) -> tuple[SourceTable, ...]:
-    """Return the rotary tables that transformers makes of a config; none where they lie in the weights."""
-    return source_tables(empty_model(config))
-
-
-def same_tables(one: Any, other: Any) -> bool:
-    """Return whether two configs make the same tables for every length of a text."""
-    tables, others = tables_in_force(one), tables_in_force(other)
-    if [table.label for table in tables] != [table.label for table in others]:
-        return False
-    return all(
-        torch.equal(mine.inv_freq, theirs.inv_freq) and mine.factor == theirs.factor
-        for table, counterpart in zip(tables, others, strict=True)
-        for length in _lengths(one, other)
-        for mine, theirs in [(table.in_force(length), counterpart.in_force(length))]
-    )
-
-
-def _lengths(*configs: Any) -> tuple[int, int, int]:
-    """Return lengths within the reach of configs, at it and far beyond it."""
-    reach = max(int(getattr(c.get_text_config(decoder=True), _LENGTH, 0) or 4096) for c in configs)
-    return 1, reach, 8 * reach
 
 
 def unscaled(config: Any) -> Any:
     """Return a copy of a config whose tables are plain, of the same base."""
     copied = copy.deepcopy(config)
-    text = copied.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
     kept = (*OWN_KEYS, "rope_theta")
 
     def plain(entry: Any) -> Any:
@@ -62,31 +37,11 @@ def unscaled(config: Any) -> Any:
             return entry
         return {"rope_type": "default", **{key: entry[key] for key in kept if key in entry}}
 
-    nested = any(isinstance(value, dict) for value in rope.values())
-    text.rope_parameters = {k: plain(v) for k, v in rope.items()} if nested else plain(rope)
+    for _, part in config_parts(copied):
+        if rope := getattr(part, "rope_parameters", None):
+            nested = any(isinstance(value, dict) for value in rope.values())
+            part.rope_parameters = {k: plain(v) for k, v in rope.items()} if nested else plain(rope)
     return copied
-
-
-def as_patch(config: Any) -> PatchConfig | None:
-    """Return the patch by which an unscaled model gets the tables of a config; `None` if none is known.
-
-    It is returned only if it was tried, and the tables are the same.
-    """
-    text = config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    entry = rope.get("full_attention", rope)
-    plain, wanted = unscaled(config), tables_in_force(config)
-    for kind in (each for each in METHODS if issubclass(each, RopeScaling) and each.for_rotary):
-        if (patch := _with_values_of(kind, entry, text)) is None:
-            continue
-        model, original = empty_model(plain), patch.original_max_position_embeddings
-        try:
-            patch_model(model, patch.build(), original_max_position_embeddings=original)
-        except PosencError:
-            continue
-        if _computes(model, wanted, _lengths(config)):
-            return patch
-    return None
 
 
 def _with_values_of(
@@ -115,12 +70,12 @@ def _with_values_of(
 
 
 def _computes(model: Any, wanted: Sequence[SourceTable], lengths: Sequence[int]) -> bool:
-    """Return whether a patched model has these tables for texts of these lengths, up to rounding."""
-    mine = {table.label: table for table in source_tables(model)}
+    """Return whether a model has these tables for texts of these lengths, up to rounding."""
+    mine = {(table.table.part, table.label): table for table in source_tables(model)}
     for table, length in itertools.product(wanted, lengths):
-        if table.label not in mine:
+        if (place := (table.table.part, table.label)) not in mine:
             return False
-        one, other = mine[table.label].in_force(length), table.in_force(length)
+        one, other = mine[place].in_force(length), table.in_force(length)
         same = one.inv_freq.shape == other.inv_freq.shape and torch.allclose(
             one.inv_freq, other.inv_freq, rtol=1e-5, atol=0
         )
@@ -149,17 +104,36 @@ class Scaling:
         ):
             return ""
         ((method, options), *_) = self.patch.parts
-        given = ",".join(f"{key}={_short(value)}" for key, value in options.items())
+        given = ",".join(f"{key}={value}".removesuffix(".0") for key, value in options.items())
         return f"{method}:{given}" if given else method
 
 
-def _short(value: Any) -> str:
-    whole = isinstance(value, float) and value.is_integer()
-    return str(int(value) if whole else value)
-
-
 def scaling_of(config: Any) -> Scaling:
-    """Return the scaling that a config puts in force."""
-    if same_tables(config, unscaled(config)):
+    """Return the scaling that a config puts in force; raise for one that was saved with a patch.
+
+    A patch is returned only if it was tried, and the tables are the same.
+    """
+    if (saved := take_patch(copy.deepcopy(config), "the model")) is not None:
+        raise PosencError(
+            f"This config was saved with the patch {saved}, which is in force: hf-posenc inspect FOLDER prints it, and "
+            "hf_posenc.get_patch(model) returns it."
+        )
+    text, plain = config.get_text_config(decoder=True), unscaled(config)
+    wanted = source_tables(empty_model(config))
+    reach = int(getattr(text, "max_position_embeddings", 0) or 4096)
+    lengths = 1, reach, 8 * reach  # within its reach, at it and far beyond it
+    if _computes(empty_model(plain), wanted, lengths):
         return Scaling(False)
-    return Scaling(True, as_patch(config))
+    rope = getattr(text, "rope_parameters", None) or {}
+    entry = rope.get("full_attention", rope)
+    for kind in (each for each in METHODS if issubclass(each, RopeScaling) and each.for_rotary):
+        if (patch := _with_values_of(kind, entry, text)) is None:
+            continue
+        model, original = empty_model(plain), patch.original_max_position_embeddings
+        try:
+            patch_model(model, patch.build(), original_max_position_embeddings=original)
+        except PosencError:
+            continue
+        if _computes(model, wanted, lengths):
+            return Scaling(True, patch)
+    return Scaling(True)

@@ -55,8 +55,7 @@ from hf_posenc.patch.request import MethodLike
 
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
 _ORIGINAL = "original_max_position_embeddings"
-
-
+_SWITCH = "With -c above {} llama.cpp uses the long list for all texts, else the short one."
 Lists = dict[str, Sequence[float]]  # by the names of tensors
 
 
@@ -75,7 +74,7 @@ class LlamaCpp(Engine):
             values = {**source.lengths(), "rope_parameters": native}
             notes = _without_converting(entry, source)
             if entry.get("short_factor") != entry.get("long_factor"):
-                notes = (*notes, _switch_note(source))
+                notes = (*notes, _SWITCH.format(source.original))
             yield Draft("rope_parameters", values, (*context, *_beta_flags(entry)), notes)
             if _architecture(source) in known["without_scaling"]:
                 yield Draft("flags", values, (*context, *_table_flags(entry, None)))
@@ -105,7 +104,7 @@ class LlamaCpp(Engine):
         way = "convert the exported folder, then run this command again with --gguf FILE"
         notes = [f"The table goes into the GGUF file: {way}."]
         if short != long:
-            notes.append(_switch_note(source))
+            notes.append(_SWITCH.format(source.original))
         yield Draft("tensors", values, context, tuple(notes), divisors)
 
     def compute(self, setup: Setup) -> Table | str:
@@ -229,11 +228,6 @@ def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, 
         return ()
     line = " ".join(("-c", str(source.reach), *_table_flags(entry, float(before["rope_theta"]))))
     return (f"On a GGUF file of the same weights that was converted without the patch: {line}",)
-
-
-def _switch_note(source: Source) -> str:
-    """Return the note on a table with two lists of divisors."""
-    return f"With -c above {source.original} llama.cpp uses the long list for all texts, else the short one."
 
 
 def _architecture(source: Source) -> str:

@@ -223,13 +223,15 @@ class VLLM(Engine):
         return formulas.plain(theta, dim)  # its table's length is the length that it scales from
 
     def overrides(self, config: Mapping[str, Any], source: Source) -> tuple[str, ...]:
+        if source.request is not None and type(self).plugin is not Engine.plugin:
+            return ()  # beside the folder's own patch, the plug-in refuses them
         config = {**config, "model_type": source.text_config.model_type}
         if self._longest(config, tokenizer_length(source.base)) < self._longest(config):
             return ()
         keys = (*source.lengths(), *_LENGTHS, "rope_parameters")
         before = vars(dict(config_parts(source.stored))[source.text_path])
         changed = {k: config[k] for k in keys if k in config and config[k] != before.get(k)}
-        for name in reversed(source.text_path.split(".") if source.text_path else []):
+        for name in reversed(source.text_path.split(".") if source.text_path and changed else []):
             changed = {name: changed}
         return (self.override_flag, json.dumps(changed)) if changed else ()
 

@@ -93,7 +93,7 @@ def carry_patch(model: Any, state: State) -> None:
                 kind = "frequencies set by hand"
                 way = "Set them and patch again before you load the adapter"
             lost.append(
-                f"The adapter {name!r} ({kind}) is saved without the patch, {state.config.method}, and PEFT would load "
+                f"The adapter {name!r} ({kind}) is saved without the patch, {state.config}, and PEFT would load "
                 f"it on an unpatched model. {way}."
             )
         if isinstance(config, PosencLoraConfig) and PARAMETERS not in whole:

@@ -12,9 +12,9 @@ from torch import Tensor
 from hf_posenc.attention.call import Call, CausalMask
 from hf_posenc.attention.encoding import GrowingPlan, MovingPlan
 from hf_posenc.attention.engine import attend
+from hf_posenc.engines.served import WINDOWED, plain
 from hf_posenc.errors import UnsupportedModelError
 from hf_posenc.model.attention import Layer
-from hf_posenc.serve.checkpoint import plain
 from hf_posenc.serve.requests import in_force
 
 PAGES = {"CPUAttentionBackendImpl": "vLLM's CPU backend", "FlashAttentionImpl": "FLASH_ATTN"}
@@ -42,7 +42,7 @@ def served_by(module: Any, layer: Layer, rows: Mapping[int, int]) -> None:
             "(--attention-backend FLASH_ATTN on a GPU)"
         )
     elif own.sliding_window not in (-1, (-1, -1)) or own.alibi_slopes is not None:
-        reason = "the layer has a sliding window, or a bias of its own"
+        reason = f"the layer {WINDOWED}"
     if reason is not None:
         raise UnsupportedModelError(f"{module.layer_name} cannot be served with a patch: {reason}.")
     module.impl = PatchedAttention(own, layer, rows)

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils import config as vllm_config
 
 from hf_posenc.diagnosis import read_json
-from hf_posenc.engines.served import PREFIX, served_layers
+from hf_posenc.engines.served import PREFIX, plain, served_layers
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.model.attention import Layer
 from hf_posenc.model.parameters import PARAMETER_FILE
@@ -109,11 +109,6 @@ def _captured(vllm_config: Any) -> bool:
     if attention.backend is None:
         attention.backend = AttentionBackendEnum.FLASH_ATTN
     return bool(compilation.cudagraph_mode.has_full_cudagraphs())
-
-
-def plain(layer: Layer) -> bool:
-    """True if a layer attends as before, apart from factors on its queries."""
-    return layer.encoding.method is None and layer.encoding.bias is None
 
 
 def _checked(own: Any) -> Any:

@@ -57,6 +57,7 @@ def test_the_default_folder_is_named_after_both(
     given = "export", model, "--to", "vllm", "--patch", "pi:scale=2"
     assert "weights are beside" in said(*given, "--weights", "none")
     assert "weights are beside" not in said(*given)
+    assert "weights are beside" not in said(*given, "--weights", "none")  # they still are
     assert (tmp_path / "tiny-vllm" / "config.json").is_file()
 
 
@@ -133,7 +134,7 @@ def test_lists_methods(model: Path) -> None:
     result = succeeded("export", model, "--to", "vllm", "--methods")
     rows = {line.split()[0]: line for line in result.stdout.splitlines() if line.strip()}
     assert "longrope" in rows["ntk_mixed"]
-    assert "changes attention" in rows["rerope"]
+    assert all("changes attention" in rows[name] for name in ("rerope", "dpe", "lampe"))
 
 
 def test_verifies(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ from hf_posenc.engines import (
     measure,
     write_export,
 )
-from hf_posenc.engines.engine import open_source
-from hf_posenc.engines.in_force import Scaling, scaling_of, tables_in_force
+from hf_posenc.engines.engine import empty_model, open_source, source_tables
+from hf_posenc.engines.in_force import Scaling, scaling_of
 from hf_posenc.engines.names import PLUGIN_VLLM
 from hf_posenc.engines.served import served_layers
 from tests.patch.test_patching import OPTIONS
@@ -187,10 +187,6 @@ class TestEveryEngine:
             assert layers == {"full_attention", "sliding_attention"}
             assert all(error.small for error in found.errors)
 
-    def test_a_second_patch_is_refused(self, saved: Path) -> None:
-        with pytest.raises(PosencError, match="already patched"):
-            export(saved, "vllm", method="yarn", scale=2)
-
 
 class TestServers:
     def test_sglang_is_told_the_factor_and_would_be_wrong_without_it(self, llama: Path) -> None:
@@ -276,9 +272,12 @@ class TestServers:
         assert found.config["original_max_position_embeddings"] == 256
 
     @pytest.mark.parametrize("engine", SERVERS)
-    def test_the_override_makes_the_config_the_exported_one(self, saved: Path, engine: str) -> None:
-        found = export(saved, engine)
-        stored = AutoConfig.from_pretrained(saved)
+    def test_an_override_makes_the_exported_config(
+        self, saved: Path, llama: Path, engine: str
+    ) -> None:
+        found = export(llama, engine, method="ntk_mixed", scale=4)
+        assert bool(export(saved, engine).overrides) == (engine == "sglang")  # has no plug-in
+        stored = AutoConfig.from_pretrained(llama)
         for key, value in json.loads(found.overrides[1]).items():
             setattr(stored, key, value)
         assert stored.rope_parameters == found.config["rope_parameters"]
@@ -316,7 +315,7 @@ def test_nothing_is_loaded_from_a_source_without_tables() -> None:
 def test_a_model_without_rotary_embedding_is_told_what_its_folder_is(tmp_path: Path) -> None:
     model = build_text_model("gpt2", n_layer=1)
     patch_model(model, "tile", scale=2).save_pretrained(tmp_path / "longer")
-    with pytest.raises(PosencError, match=f"{tmp_path / 'longer'} is a plain checkpoint"):
+    with pytest.raises(PosencError, match=f"in its weights: {tmp_path / 'longer'} is a plain"):
         export(tmp_path / "longer", "vllm")
     with pytest.raises(PosencError, match="longer learned table is in the weights"):
         export(tmp_path / "longer", "vllm", method="tile", scale=2)
@@ -331,14 +330,9 @@ def test_a_language_model_in_the_config_of_a_larger_one(tmp_path: Path) -> None:
         config = export(tmp_path, engine, method="yarn", scale=4).config
         assert config["text_config"]["rope_parameters"]["rope_type"] == "yarn"
         assert "rope_parameters" not in config
+        assert export(tmp_path, engine).overrides == ()
     AutoConfig.for_model("deepseek_ocr2_text").save_pretrained(tmp_path)
     with pytest.raises(PosencError, match="cannot build a deepseek_ocr2_text model"):
-        export(tmp_path, "vllm")
-
-
-def test_a_config_without_a_length(tmp_path: Path) -> None:
-    AutoConfig.for_model("recurrent_gemma", num_hidden_layers=3).save_pretrained(tmp_path)
-    with pytest.raises(PosencError, match="names no context length: write max_position_embeddings"):
         export(tmp_path, "vllm")
 
 
@@ -347,6 +341,30 @@ def test_a_plug_in_names_the_export_that_serves_phi3s_lists() -> None:
     patch: Any = get_patch(patch_model(zoo.from_config(config), "yarn", scale=8, replace=True))
     with pytest.raises(PosencError, match="export FOLDER --to vllm"):
         served_layers(config, patch.config, None)
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("qwen2_vl dynamic_yarn full", "three axes"),
+        ("mistral log_n full", "has a sliding window"),
+        ("mistral clip full", "[0, 1, 2, 3]"),
+        ("gemma3_text rerope all", "layers.0.self_attn has a sliding window"),
+        ("smollm3 rerope full", "[0, 1, 2]"),  # the last layer does not rotate
+        ("falcon clip full", "cannot be checked without its weights"),
+        ("gptj rerope full", "cannot be checked without its weights"),
+        ("qwen3_next rerope full", "two layers of attention, and here is one"),
+        ("zamba2 rerope full", "not the one attention of a numbered layer"),
+    ],
+)
+def test_the_layers_that_a_plug_in_computes(case: str, expected: str) -> None:
+    model_type, method, layers = case.split()
+    patch: Any = get_patch(patch_model(zoo.build(model_type), method, layers=layers))
+    try:
+        found = str(sorted(served_layers(zoo.tiny_config(model_type), patch.config, None)[0]))
+    except PosencError as error:
+        found = str(error)
+    assert expected in found
 
 
 def test_the_versions_that_the_plug_in_was_run_with_are_the_same_everywhere() -> None:
@@ -375,7 +393,7 @@ def test_the_config_of_a_patch_is_read_as_that_patch(method: str) -> None:
     (patched,) = inspect_rope(model)
     names = ("rope_parameters", "max_position_embeddings")
     config = zoo.tiny_config("llama", **{name: getattr(model.config, name) for name in names})
-    (table,) = tables_in_force(config)
+    (table,) = source_tables(empty_model(config))
     torch.testing.assert_close(
         table.in_force(1).inv_freq.float(), patched.inv_freq, rtol=1e-6, atol=0
     )
@@ -386,7 +404,7 @@ def test_the_config_of_a_patch_is_read_as_that_patch(method: str) -> None:
     assert bool(scaling.option) == (method != "longrope")  # whose knobs are lists
 
 
-def test_the_option_is_the_patch() -> None:
+def test_the_option_is_the_patch(saved: Path) -> None:
     from hf_posenc.evaluation.loading import parse_patch
 
     scaling = scaling_of(zoo.tiny_config("llama", rope_parameters={**YARN, "beta_fast": 16}))
@@ -397,6 +415,11 @@ def test_the_option_is_the_patch() -> None:
     (other,) = inspect_rope(patch_model(zoo.build("llama"), scaling.patch.build()))
     assert torch.equal(one.inv_freq, other.inv_freq)
     assert scaling_of(zoo.tiny_config("llama")) == Scaling(False)
+    pair = patch_model(zoo.build("t5gemma"), "pi", scale=4).config
+    del pair.hf_posenc
+    assert scaling_of(pair).option == "pi:scale=4"
+    with pytest.raises(PosencError, match=r"patch ntk_mixed\(scale=4\), which is in force"):
+        scaling_of(AutoConfig.from_pretrained(saved))
     dynamic = scaling_of(zoo.tiny_config("llama", rope_parameters={**YARN, "rope_type": "dynamic"}))
     assert getattr(dynamic.patch, "original_max_position_embeddings", 0) is None
 

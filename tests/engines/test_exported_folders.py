@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_posenc import PosencError, from_pretrained, patch_model
 from hf_posenc.engines import export, write_export
@@ -78,6 +78,11 @@ class TestWriting:
                 write_export(exported, folder, weights=weights)
         with pytest.raises(PosencError, match="config"):
             export(tmp_path, "vllm")
+        with pytest.raises(PosencError, match="already patched"):
+            export(saved, "vllm", method="yarn", scale=2)
+        AutoConfig.for_model("recurrent_gemma", num_hidden_layers=3).save_pretrained(tmp_path)
+        with pytest.raises(PosencError, match="no context length: write max_position_embeddings"):
+            export(tmp_path, "vllm")
 
 
 def test_an_adapter_without_a_base_is_refused(tmp_path: Path) -> None:
@@ -124,17 +129,13 @@ def adapter(tmp_path: Path) -> Path:
 def test_trained_float32_is_not_rounded_to_the_base(adapter: Path, tmp_path: Path) -> None:
     found = export(adapter, "transformers5")
     assert found.is_adapter
+    assert export(adapter, "sglang").overrides == ()  # it is not served from where it is
     write_export(found, tmp_path / "out")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "float32"
     plain = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     tuned = from_pretrained(adapter, dtype=torch.float32)
     ids = zoo.tokens(96)
     assert zoo.relative_difference(zoo.logits(plain, ids), zoo.logits(tuned, ids)) < 1e-4
-
-
-def test_an_adapter_is_not_served_from_where_it_is(adapter: Path) -> None:
-    assert export(adapter, "vllm").overrides == ()
-    assert export(adapter.parent / "base", "vllm", method="yarn", scale=4).overrides
 
 
 def test_a_lora_alone_keeps_the_precision_of_its_base(adapter: Path, tmp_path: Path) -> None:
