@@ -26,7 +26,7 @@ from hf_posenc.evaluation.measuring.candidates import CONTROLS, Candidate, Part
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, TOO_FEW, exp_or_inf
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
 from hf_posenc.evaluation.plots import search_figure
-from hf_posenc.evaluation.tuning import Board, Row, prepared, tried
+from hf_posenc.evaluation.tuning import Board, Row, check_unpatched, prepared, tried
 from hf_posenc.evaluation.tuning.sweep import Race, TuningResult
 from hf_posenc.methods import RopeScaling, get_method
 from hf_posenc.model.context import context_of
@@ -212,11 +212,12 @@ def best_of(steps: Sequence[Step]) -> Step | None:
 
 def rope_of(model: nn.Module) -> RopeSpec:
     """Return the rotary table of an unpatched model that the search starts from."""
+    check_unpatched(model)
     tables = select(tables_of(unwrap(model)), "full", whole=True)
     if tables[0].scaled:
         raise PosencError(
-            "This checkpoint is already scaled, by its config or a saved patch, and a search starts from an unscaled "
-            "one. If by its config, `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
+            f"This checkpoint is already scaled, by rope_type {tables[0].rope_type} in its config, and a search starts "
+            "from an unscaled one. `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
         )
     named = "max_position_embeddings in config.json"  # no option names it
     lengths = [context_of(each, argument=named).original for each in tables]
