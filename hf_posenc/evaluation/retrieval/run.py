@@ -283,11 +283,10 @@ def generate(model: Any, tokenizer: Any, prompt: Prompt, new_tokens: int) -> str
     """
     ids = prompt.ids.unsqueeze(0).to(input_device(model))
     inner: Any = unwrap(model)
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
     # Of the checkpoint's own config only the end: its penalties and minimal lengths change what is greedy. It is
     # replaced, as transformers fills the gaps of one that is passed. Without a pad token transformers warns.
     end = inner.generation_config.eos_token_id
-    greedy = GenerationConfig(eos_token_id=end, pad_token_id=padding)
+    greedy = GenerationConfig(eos_token_id=end, pad_token_id=tokenizer.pad_token_id or 0)
     with swapped(vars(inner), "generation_config", greedy):
         output = model.generate(
             input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens

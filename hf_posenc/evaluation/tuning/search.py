@@ -65,14 +65,14 @@ class Genome:
         """True if the divisors never decrease: a slow pair is never interpolated less than a faster one."""
         return all(a <= b for a, b in zip(self.factors, self.factors[1:], strict=False))
 
-    def candidate(self, scale: float, short_texts: str) -> Candidate:
+    def candidate(self, scale: float, short_texts: str, name: str = LABEL) -> Candidate:
         """Return the individual as a candidate to measure; the scale only determines the reach of the patch."""
         factors = list(self.factors)
         options: dict[str, Any] = {"short_factor": factors, "long_factor": factors, "scale": scale}
         options["attention_factor"] = self.attention_factor
         if short_texts == "native":
             options |= {"short_factor": [1.0] * len(factors), "short_mscale": 1.0}
-        return Candidate.of([Part("longrope", options)], {}, LABEL)
+        return Candidate.of([Part("longrope", options)], {}, name)
 
 
 def starts(rope: RopeSpec, scale: float) -> dict[str, Genome]:
@@ -393,9 +393,7 @@ class SearchJob(Race[SearchResult]):
 
         def score(genomes: Sequence[Genome]) -> list[float]:
             candidates = [
-                dataclasses.replace(
-                    genome.candidate(scale, own.short_texts), name=f"evaluation {next(evaluations)}"
-                )
+                genome.candidate(scale, own.short_texts, f"evaluation {next(evaluations)}")
                 for genome in genomes
             ]
             board.measure(candidates, near, [*bounded, target])
@@ -414,8 +412,7 @@ class SearchJob(Race[SearchResult]):
         steps = evolve(begin, own.budget, scale, own.seed, score)
         compared = list(self.named)
         if (best := best_of(steps)) is not None:
-            found = best.genome.candidate(scale, own.short_texts)
-            compared.append((found, False))
+            compared.append((best.genome.candidate(scale, own.short_texts), False))
         board.measure([each for each, _ in compared], rest, self.settings.lengths)
         race = {"max_regression": self.max_regression, **dataclasses.asdict(own)}
         return compared, {"race": race, "steps": steps, "searched": searched}

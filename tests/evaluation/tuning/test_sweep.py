@@ -340,8 +340,7 @@ GIVEN = "original_max_position_embeddings=32"
         ({}, f"yarn:{GIVEN} pi", 32, [4, 8, 2, 4]),
         (LISTS, "yarn:compose=true", 64, [2, 4]),
         ({"rope_type": "linear"}, f"pi:compose=true,{GIVEN}", 32, [4, 8]),  # two readings
-        # scaled from 32 tokens, the unpatched model reads 64
-        ({"rope_type": "linear", "factor": 2.0}, f"pi:replace=true,{GIVEN}", 64, [4, 8]),
+        ({"rope_type": "linear", "factor": 2.0}, f"pi:replace=true,{GIVEN}", 64, [4, 8]),  # of 32
     ],
 )
 def test_scales_and_controls_start_from_the_original_length_of_the_options(
