@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import math
@@ -166,7 +167,11 @@ class SinCosTable(RotaryTable):
         return frequencies.float(), factor
 
     def tensor(self) -> Tensor:
+        """Return the table; in place of one on the meta device that which its class builds from the config."""
         tensor: Tensor = getattr(self.module, self.attribute)
+        if tensor.is_meta:
+            with contextlib.suppress(Exception):  # RoFormer's takes more
+                tensor = getattr(self._twin, self.attribute)
         return tensor
 
     def swap(self, tensor: Tensor) -> None:

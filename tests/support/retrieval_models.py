@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
 
 from hf_posenc.embedded import model_path
 from tests.support.tiny_text import VOCABULARY, byte_tokenizer, prose
@@ -78,7 +78,7 @@ class Copier(nn.Module):
         self, window: int = 10**9, like: int = 8, most: int = 10**9, error: Exception | None = None
     ) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, 1)
+        self.embedding, self.generation_config = nn.Embedding(VOCABULARY, 1), GenerationConfig()
         self.window, self.like, self.most, self.error = window, like, most, error
         self.config: Any = SimpleNamespace(max_position_embeddings=64, to_dict=dict)
         self.config.get_text_config = lambda: self.config

@@ -130,6 +130,7 @@ class ExtendJob(Rung[ExtendResult]):
                 samples=plan.samples,
                 bos=self.options.bos,
                 chunk=self.options.chunk,
+                prefill=self.options.prefill,
             )
             named = {"name": self.name, "command": self.whole.metadata["command"]}
             try:

@@ -457,12 +457,12 @@ def crossed(specs: Sequence[str], scales: Scales) -> list[tuple[Candidate, bool]
             requested.append(Candidate.of(parts, candidate.beside))
     check_unique(requested)
     competing = [candidate for candidate in requested if candidate.parts]
-    methods = [candidate.method for candidate in competing]
+    labels = [candidate.label for candidate in competing]
     if not competing:
         raise PosencError(
             "There is nothing to compare: --patch none is always measured. Name a method, such as --patch yarn."
         )
-    controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in methods]
+    controls = [Candidate.parse(spec) for spec in CONTROLS if spec not in labels]
     return [*((c, True) for c in controls), *((c, False) for c in competing)]
 
 

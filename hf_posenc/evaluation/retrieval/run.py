@@ -30,6 +30,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import GenerationConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_posenc.errors import PosencError
@@ -49,7 +50,7 @@ from hf_posenc.evaluation.scoring import is_out_of_memory, release
 from hf_posenc.evaluation.scoring.decoder import evaluation_mode, input_device
 from hf_posenc.evaluation.scoring.head_replay import Pieces, TokenScorer
 from hf_posenc.model.forward import CACHES, cache_name, cache_of
-from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.unwrapping import swapped, unwrap
 from hf_posenc.model.weights import rounding_dtype
 
 # Scores of answers.
@@ -281,16 +282,15 @@ def generate(model: Any, tokenizer: Any, prompt: Prompt, new_tokens: int) -> str
     Control characters become line ends, as in `postprocess_pred` of RULER's `scripts/eval/evaluate.py`.
     """
     ids = prompt.ids.unsqueeze(0).to(input_device(model))
-    padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-    output = model.generate(
-        input_ids=ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=new_tokens,
-        do_sample=False,
-        num_beams=1,
-        **dict.fromkeys(("temperature", "top_p", "top_k")),
-        pad_token_id=padding,  # a batch of one has none; unset, transformers warns
-    )
+    inner: Any = unwrap(model)
+    # Of the checkpoint's own config only the end: its penalties and minimal lengths change what is greedy. It is
+    # replaced, as transformers fills the gaps of one that is passed. Without a pad token transformers warns.
+    end = inner.generation_config.eos_token_id
+    greedy = GenerationConfig(eos_token_id=end, pad_token_id=tokenizer.pad_token_id or 0)
+    with swapped(vars(inner), "generation_config", greedy):
+        output = model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=new_tokens
+        )
     text: str = tokenizer.decode(output[0, len(prompt.ids) :], skip_special_tokens=True)
     return _CONTROL.sub("\n", text.strip()).strip()
 

@@ -437,7 +437,7 @@ def get_task(name: str) -> Task:
 DECODES = {
     "teacher-forced": "the answer is right if each of its tokens, behind a blank of its own, is the most probable one; "
     "nothing is generated",
-    "generate": "an answer is right if the generated text has it (passkey: as first number; babilong: as first word)",
+    "generate": "an answer is right if the greedy text has it (passkey: as first number; babilong: as first word)",
 }
 DEFAULT_TASKS = ("passkey", "niah_single_1", "niah_multikey_2")
 

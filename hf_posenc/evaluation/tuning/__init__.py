@@ -43,6 +43,7 @@ from hf_posenc.evaluation.options import TailOptions
 from hf_posenc.evaluation.perplexity.protocols import Settings
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.perplexity.run import PerplexityRun
+from hf_posenc.patch.patching import get_patch
 
 ResultT = TypeVar("ResultT")
 
@@ -138,6 +139,15 @@ class Rung(abc.ABC, Generic[ResultT]):
         with Course(folder, shard, progress, waiting) as course:
             result = self.conduct(course)
         return None if shard.index else result
+
+
+def check_unpatched(model: nn.Module) -> None:
+    """Raise for a model with a patch, which no method can be compared on."""
+    if (patch := get_patch(model)) is not None:
+        raise PosencError(
+            f"This model carries a patch ({str(patch).splitlines()[0]}), and methods are compared on the checkpoint "
+            "that it was made from: give that. `hf-posenc perplexity --patch none` measures a patched one as it is."
+        )
 
 
 def tried(

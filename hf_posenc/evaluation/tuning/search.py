@@ -26,7 +26,7 @@ from hf_posenc.evaluation.measuring.candidates import CONTROLS, Candidate, Part
 from hf_posenc.evaluation.measuring.statistics import FEW_DOCUMENTS, FEW_NOTE, TOO_FEW, exp_or_inf
 from hf_posenc.evaluation.options import SearchSettings, TailOptions
 from hf_posenc.evaluation.plots import search_figure
-from hf_posenc.evaluation.tuning import Board, Row, prepared, tried
+from hf_posenc.evaluation.tuning import Board, Row, check_unpatched, prepared, tried
 from hf_posenc.evaluation.tuning.sweep import Race, TuningResult
 from hf_posenc.methods import RopeScaling, get_method
 from hf_posenc.model.context import context_of
@@ -65,14 +65,14 @@ class Genome:
         """True if the divisors never decrease: a slow pair is never interpolated less than a faster one."""
         return all(a <= b for a, b in zip(self.factors, self.factors[1:], strict=False))
 
-    def candidate(self, scale: float, short_texts: str) -> Candidate:
+    def candidate(self, scale: float, short_texts: str, name: str = LABEL) -> Candidate:
         """Return the individual as a candidate to measure; the scale only determines the reach of the patch."""
         factors = list(self.factors)
         options: dict[str, Any] = {"short_factor": factors, "long_factor": factors, "scale": scale}
         options["attention_factor"] = self.attention_factor
         if short_texts == "native":
             options |= {"short_factor": [1.0] * len(factors), "short_mscale": 1.0}
-        return Candidate.of([Part("longrope", options)], {}, LABEL)
+        return Candidate.of([Part("longrope", options)], {}, name)
 
 
 def starts(rope: RopeSpec, scale: float) -> dict[str, Genome]:
@@ -212,11 +212,12 @@ def best_of(steps: Sequence[Step]) -> Step | None:
 
 def rope_of(model: nn.Module) -> RopeSpec:
     """Return the rotary table of an unpatched model that the search starts from."""
+    check_unpatched(model)
     tables = select(tables_of(unwrap(model)), "full", whole=True)
     if tables[0].scaled:
         raise PosencError(
-            "This checkpoint is already scaled, by its config or a saved patch, and a search starts from an unscaled "
-            "one. If by its config, `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
+            f"This checkpoint is already scaled, by rope_type {tables[0].rope_type} in its config, and a search starts "
+            "from an unscaled one. `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
         )
     named = "max_position_embeddings in config.json"  # no option names it
     lengths = [context_of(each, argument=named).original for each in tables]
@@ -392,9 +393,7 @@ class SearchJob(Race[SearchResult]):
 
         def score(genomes: Sequence[Genome]) -> list[float]:
             candidates = [
-                dataclasses.replace(
-                    genome.candidate(scale, own.short_texts), name=f"evaluation {next(evaluations)}"
-                )
+                genome.candidate(scale, own.short_texts, f"evaluation {next(evaluations)}")
                 for genome in genomes
             ]
             board.measure(candidates, near, [*bounded, target])
@@ -413,8 +412,7 @@ class SearchJob(Race[SearchResult]):
         steps = evolve(begin, own.budget, scale, own.seed, score)
         compared = list(self.named)
         if (best := best_of(steps)) is not None:
-            found = best.genome.candidate(scale, own.short_texts)
-            compared.append((found, False))
+            compared.append((best.genome.candidate(scale, own.short_texts), False))
         board.measure([each for each, _ in compared], rest, self.settings.lengths)
         race = {"max_regression": self.max_regression, **dataclasses.asdict(own)}
         return compared, {"race": race, "steps": steps, "searched": searched}

@@ -35,7 +35,7 @@ from hf_posenc.evaluation.options import SWEEP_METHODS, SweepOptions
 from hf_posenc.evaluation.perplexity.result import PerplexityResult
 from hf_posenc.evaluation.plots import sweep_figure
 from hf_posenc.evaluation.scoring.estimate import estimated, run_cost
-from hf_posenc.evaluation.tuning import Board, Course, Row, Rung, prepared, tried
+from hf_posenc.evaluation.tuning import Board, Course, Row, Rung, check_unpatched, prepared, tried
 from hf_posenc.patch.patching import get_patch
 
 if TYPE_CHECKING:
@@ -512,6 +512,7 @@ def prepare_sweep(
     model: nn.Module, tokenizer: Any, source: Source, options: SweepOptions, **about: Any
 ) -> SweepJob:
     """Check the methods on the model, and read documents of at least the target length; `about` as for `prepared`."""
+    check_unpatched(model)
     methods = options.methods or SWEEP_METHODS
     candidates = tried(model, crossed(methods, options.scales or (2.0,)))
     original = next(candidate.original for candidate, _ in candidates if candidate.truncates)

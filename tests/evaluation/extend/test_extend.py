@@ -75,7 +75,7 @@ def advised(advise: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch) -> N
 def prepared(advise: Callable[..., Advice]) -> ExtendJob:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(room, "recommend", advise)
-        return job_of(tiny())
+        return job_of(tiny(), chunk=48, prefill=32)
 
 
 def with_budget(job: ExtendJob, budget: Any) -> ExtendJob:
@@ -298,6 +298,8 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     assert all(demand.met for demand in result.demands)
     assert result.lines()[0].startswith("Extend to 512 tokens: ")
     assert len(result.lines()) == 5
+    read: Any = result.retrieval  # the passkeys in pieces of the same sizes
+    assert (read.settings.chunk, read.settings.prefill) == (48, 32)
     assert result.kinds[str(result.winner)] == "table"
     assert asked == [True]
     patch = zoo.in_force(from_pretrained(tmp_path))

@@ -388,6 +388,8 @@ def test_from_the_config_alone() -> None:
     assert found["rerope"].works == AS_IT_IS
     # tokens, layers, k and v, features, bytes
     assert advice.cache.bytes == 32_768 * 4 * 2 * 4096 * 2
+    for kind in ("gptj", "codegen"):  # with a table of sines, made once
+        assert by_name(recommend(on_meta(zoo.tiny_config(kind)), 512))["yarn"].trial
 
 
 def test_the_cache_of_windows_and_grouped_heads() -> None:

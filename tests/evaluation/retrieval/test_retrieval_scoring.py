@@ -319,6 +319,17 @@ def test_generating_finds_what_teacher_forcing_finds(window: int) -> None:
         assert right == scorer_of(model)(prompt).correct == (window > 100)
 
 
+def test_generation_is_greedy_whatever_the_checkpoint_s_own_config_says() -> None:
+    model, tokenizer, prompt = tiny(), byte_tokenizer(), prompt_of()
+    greedy, own = generate(model, tokenizer, prompt, 10), model.generation_config
+    first = tokenizer(greedy[0]).input_ids[0]
+    own.update(repetition_penalty=1.3, num_beams=2, min_new_tokens=9, suppress_tokens=[first])
+    assert generate(model, tokenizer, prompt, 10) == greedy
+    assert model.generation_config is own
+    own.eos_token_id = first  # the end is the checkpoint's
+    assert generate(model, tokenizer, prompt, 10) == greedy[0]
+
+
 def test_generated_texts_are_judged_as_the_papers_do() -> None:
     passkey, vt = TASKS["passkey"], TASKS["vt"]
     assert passkey.hit("is 12345. Remember", ["12345"]) == 1.0  # YaRN: the first number

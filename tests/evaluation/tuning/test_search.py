@@ -13,8 +13,9 @@ import pytest
 
 import hf_posenc
 from hf_posenc.errors import PosencError
-from hf_posenc.evaluation.measuring.candidates import CONTROLS, crossed
-from hf_posenc.evaluation.options import SearchSettings
+from hf_posenc.evaluation.documents.source import Source
+from hf_posenc.evaluation.measuring.candidates import CONTROLS, Candidate, crossed
+from hf_posenc.evaluation.options import SearchSettings, SweepOptions
 from hf_posenc.evaluation.perplexity.run import Item, PerplexityRun
 from hf_posenc.evaluation.tuning import tried
 from hf_posenc.evaluation.tuning.search import (
@@ -26,6 +27,7 @@ from hf_posenc.evaluation.tuning.search import (
     split,
     starts,
 )
+from hf_posenc.evaluation.tuning.sweep import prepare_sweep
 from hf_posenc.rope import RopeSpec
 from tests.support import sweep_cases as cases
 from tests.support import zoo
@@ -128,10 +130,15 @@ def test_the_starts_are_the_methods() -> None:
         assert ours == pytest.approx(theirs, rel=1e-5)
 
 
-def test_a_scaled_checkpoint_is_refused() -> None:
+def test_a_scaled_checkpoint_is_refused_and_a_patched_one() -> None:
     rope = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
-    with pytest.raises(PosencError, match="already scaled, by its config or"):
+    with pytest.raises(PosencError, match="already scaled, by rope_type linear in its config, and"):
         rope_of(zoo.build("llama", rope_parameters=rope))
+    for spec in ("yarn:scale=2", "rerope"):
+        with Candidate.parse(spec).applied(model := tiny(), 1):
+            for refuses in (rope_of, lambda m: prepare_sweep(m, None, Source(), SweepOptions())):
+                with pytest.raises(PosencError, match=rf"^This model carries a patch \({spec[:4]}"):
+                    refuses(model)
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,8 @@ CONTROLS = ("none", "truncation", "attention_sinks")
         ("dynamic_ntk", 3, "dynamic_ntk (scale 2), dynamic_ntk (scale 4)"),
         ("yarn+log_n", 3, "yarn (scale 2) + log_n, yarn (scale 4) + log_n"),
         ("rerope:window=24 self_extend:group=4", 3, "rerope (window 24), self_extend (group 4)"),
-        # a named control competes, if it is a method
+        # a named control competes, if it is a method; with options of its own it is another one
+        ("attention_sinks:window=24 pi:scale=2", 3, "attention_sinks (window 24), pi (scale 2)"),
         ("attention_sinks none truncation pi:scale=2", 2, "attention_sinks, pi (scale 2)"),
     ],
 )
@@ -339,6 +340,7 @@ GIVEN = "original_max_position_embeddings=32"
         ({}, f"yarn:{GIVEN} pi", 32, [4, 8, 2, 4]),
         (LISTS, "yarn:compose=true", 64, [2, 4]),
         ({"rope_type": "linear"}, f"pi:compose=true,{GIVEN}", 32, [4, 8]),  # two readings
+        ({"rope_type": "linear", "factor": 2.0}, f"pi:replace=true,{GIVEN}", 64, [4, 8]),  # of 32
     ],
 )
 def test_scales_and_controls_start_from_the_original_length_of_the_options(
