@@ -213,6 +213,16 @@ def test_what_plain_transformers_cannot_have_is_loaded_with_its_patch(
     assert difference(outputs(model, ids), outputs(loaded, ids)) == 0
 
 
+def test_a_table_that_was_patched_inside_peft_is_in_the_merged_weights(tmp_path: Path) -> None:
+    """The config builds no module of an adapter."""
+    adapted: Any = choose_parameters(build_text_model("gpt2"), "lora", lora_rank=2)
+    model = patch_model(adapted, "interpolate", scale=4).merge_and_unload()
+    model.save_pretrained(tmp_path)
+    ids = ids_of(model, 4 * LENGTH)
+    for loaded in (hf_posenc.from_pretrained(tmp_path), type(model).from_pretrained(tmp_path)):
+        assert difference(outputs(loaded, ids), outputs(model, ids)) == 0
+
+
 @pytest.mark.parametrize(
     ("model_type", "method", "tables"), [("bert", "tile", 1), ("marian", "sinusoidal", 2)]
 )
