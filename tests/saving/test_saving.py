@@ -237,10 +237,22 @@ class TestOnlyWithHfPosenc:
         with pytest.raises(ValueError, match="log_n needs hf_posenc"):
             transformers.Gemma3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
 
-    def test_a_classifier_is_loaded_as_what_it_is(self, tmp_path: Path) -> None:
-        model = transformers.LlamaForSequenceClassification(zoo.tiny_config("llama"))
-        patch_model(model, "alibi").save_pretrained(tmp_path)
-        assert type(from_pretrained(tmp_path)) is type(model)
+    @pytest.mark.parametrize(
+        ("name", "method"), [("Llama", "alibi"), ("Bert", "interpolate"), ("Bloom", "alibi")]
+    )
+    def test_a_classifier_is_loaded_as_what_it_is(
+        self, tmp_path: Path, name: str, method: str
+    ) -> None:
+        """A model without RoPE is tried without its head, which has no output for each token."""
+        model: Any = build_text_model(name.lower(), f"{name}ForSequenceClassification")
+        ids = zoo.tokens(60)
+        before = model(ids).logits
+        expected = patch_model(model, method, scale=2)(ids).logits
+        model.save_pretrained(tmp_path)
+        loaded = from_pretrained(tmp_path).eval()
+        assert type(loaded) is type(model)
+        assert torch.equal(loaded(ids).logits, expected)
+        assert torch.equal(unpatch_model(model)(ids).logits, before)
 
     def test_a_config_that_was_saved_again(self, model: PreTrainedModel, tmp_path: Path) -> None:
         saved(patch_model(model, "alibi"), tmp_path)
