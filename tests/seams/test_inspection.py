@@ -233,13 +233,8 @@ def test_a_model_that_does_not_run_on_tokens_is_refused_in_one_line() -> None:
 def test_the_table_prints_in_a_terminal_and_a_notebook() -> None:
     positions = inspected("opt")
     text, page = repr(positions), positions._repr_html_()
-    for words in (
-        "learned table",
-        "model.decoder.embed_positions.weight",
-        "from row 2",
-        "no source is missing.",
-        "absolute: how far",
-    ):
+    row = ("learned table", "model.decoder.embed_positions.weight", "from row 2")
+    for words in (*row, "no source is missing.", "absolute: how far"):
         assert words in text
         assert words in page
     assert positions.to_dict()["complete"] is True

@@ -16,14 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import (
-    PosencError,
-    UnsupportedModelError,
-    inspect_rope,
-    patch_model,
-    patched,
-    unpatch_model,
-)
+from hf_posenc import PosencError, UnsupportedModelError, patch_model, patched, unpatch_model
 from hf_posenc.embedded import model_path
 from hf_posenc.methods import METHODS, Sinusoidal, TableMethod
 from hf_posenc.model.unwrapping import trial
@@ -362,7 +355,7 @@ def test_requests_are_repeated_replaced_and_temporary() -> None:
     assert "transformer.wpe.weight" in str(patch)
     assert "learned table" in patch._repr_html_()
     with pytest.raises(UnsupportedModelError, match="no rotary embedding"):
-        inspect_rope(model)
+        hf_posenc.inspect_rope(model)
 
 
 def test_trained_rows_are_not_replaced() -> None:
