@@ -220,11 +220,12 @@ def _source(
         lack = error
     try:
         positions = once(model, "positions", lambda: _inspected(model, sample))
-    except UnsupportedModelError:
+    except UnsupportedModelError as error:
         without_weights = any(each.is_meta for each in model.parameters())
         if lack is None or without_weights or not all(one.for_rotary for one in methods):
             raise
-        raise lack from None
+        first = str(lack).split(". ")[0].rstrip(".")  # the second sentence advises to inspect
+        raise NoRotaryError(f"{first}. {error}") from error
     with sample.only():
         return choose(native_seams(), model, positions, methods)
 

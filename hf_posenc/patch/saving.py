@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +28,8 @@ from hf_posenc.seams.held import ABSENT, restore
 
 _NAME = "save_pretrained"
 _OF_TRAINER = re.compile(r"checkpoint-\d+")
-_SCALING = "rope_scaling"
 _WITHHELD = "withheld"
 """The key of the config's block with the values, by part of the config, that the saved config has others for."""
-_FILE_OF_WEIGHTS = "transformers_weights"
 _MODULE = "modeling_hf_posenc"
 _CODE = '''"""Loads this model with its patch, {method}: AutoModel....from_pretrained(..., trust_remote_code=True).
 
@@ -74,13 +73,26 @@ def unwrap_saving(model: nn.Module) -> None:
         del vars(adapter)[export.BLOCK]
 
 
-def _before_state_dict(model: nn.Module, *_: Any) -> None:
-    """Make adapters carry the patch; whoever saves them, PEFT or transformers, first collects their weights."""
-    state = state_of(model)
-    if state is not None and getattr(model, "peft_config", None):
+def _before_state_dict(model: Any, *_: Any) -> None:
+    """Make adapters carry the patch: PEFT and transformers first collect weights. Warn if a larger model does."""
+    if (state := state_of(model)) is None:
+        return
+    if getattr(model, "peft_config", None):
         from hf_posenc.patch.lora import carry_patch
 
         carry_patch(model, state)
+    # A hook gets the prefix of the weights, which wrappers have too (PEFT, DDP); who collects them is in the calls.
+    frame, whole = sys._getframe(1), model
+    while frame.f_code.co_name == "state_dict" and frame.f_back is not None:
+        caller, frame = frame.f_locals.get("self"), frame.f_back
+        whole = caller if hasattr(type(caller), "set_attn_implementation") else whole
+    if whole is not model and "part" not in state.warned:
+        state.warned.add("part")
+        warnings.warn(
+            f"{type(model).__name__} is patched with {state.config.method}, and the {type(whole).__name__} around it "
+            "is not: saved, it loses the patch or does not load. Undo it (unpatch_model), and patch the whole model.",
+            stacklevel=2,
+        )
 
 
 def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) -> Any:
@@ -100,9 +112,8 @@ def save_pretrained(model: Any, save_directory: Any, *args: Any, **kwargs: Any) 
 def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
     """Save the config as its class does, and edit what was written.
 
-    Warns once where plain transformers cannot compute the patch, or hf_posenc cannot load it by its name.
-
-    The Trainer reads a `checkpoint-N` to resume as a config without a model type. As such, transformers 5 fails on the
+    Warns once where plain transformers cannot compute the patch, or hf_posenc cannot load it by its name. The Trainer
+    reads a `checkpoint-N` to resume as a config without a model type. As such, transformers 5 fails on the
     `rope_scaling` of transformers 4, so that key is left out there.
     """
     state = state_of(model)
@@ -128,7 +139,7 @@ def _save_config(model: Any, directory: Any, **kwargs: Any) -> None:
         code += "".join(_CLASS.format(name=name) for name in autos)
         (file.parent / f"{_MODULE}.py").write_text(code, encoding="utf-8")
     if _OF_TRAINER.fullmatch(file.parent.name):
-        values.pop(_SCALING, None)
+        values.pop("rope_scaling", None)
     file.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     text = "" if "model" in state.warned else _warning(model, state, file.parent, methods, advice)
     if text:
@@ -170,13 +181,12 @@ def _withhold(values: dict[str, Any], model: Any, advice: str) -> None:
     Before it builds a model, transformers reads the name of its file of weights from the config, in every family and
     whatever the caller passes; in the configs inside too, since a class of the text model alone reads only that one.
     The other values serve those who build the model from the config. They keep an activation function when they save
-    the config again, which drops the rest. Tokenizers and commands read the config, so that loads. The JSON is edited
-    in place; `advice` is the sentence that stands for the values.
+    the config again, which drops the rest. Tokenizers and commands read the config, so that loads.
     """
     parts = dict(export.config_parts(model.config))
     text = model.config.get_text_config(decoder=True)
     decoder = next((path for path, part in parts.items() if part is text), "")
-    changes: dict[str, dict[str, Any]] = {path: {_FILE_OF_WEIGHTS: advice} for path in parts}
+    changes: dict[str, dict[str, Any]] = {path: {"transformers_weights": advice} for path in parts}
     names = [f"HfPosenc{name}" for name in values.get("architectures") or ("Model",)]
     changes[""] |= {"architectures": names, "attn_implementation": advice, "auto_map": None}
     changes[decoder] |= _refused(model, text, advice)
@@ -245,8 +255,7 @@ def restore_withheld(config: Any) -> Any:
 def damaged(path: Any) -> PosencError:
     """Return the error for a checkpoint whose block is not a patch."""
     return PosencError(
-        f'The block "{export.BLOCK}" in the config.json of {path} is damaged: restore the file, or save the model '
-        "again."
+        f'The block "{export.BLOCK}" in the config.json of {path} is damaged: restore it, or save the model again.'
     )
 
 

@@ -58,7 +58,7 @@ class SilencedTable(TablesByPosition):
         length = self.length or 0
         target = state.extended = max(state.extended or 0, length)
         lengths = self.new_lengths(target, target / length)
-        edits, _ = self.grow(model, state, lengths)
+        edits = self.grow(model, state, lengths)
         for table in self.tables:
             for module, attribute in held(model, table.path).places:
                 silenced = Silenced(module, attribute, table.start)

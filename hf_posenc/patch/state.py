@@ -50,7 +50,7 @@ class State(Record):
     native: NativeSeam | None = None
     # The attention implementation that the engine replaces, as in `Patch`.
     attention: str | None = None
-    # "model" or "adapter" once saving has warned that the patch is not loaded with it by everyone.
+    # "model", "adapter" or "part" once saving has warned that the patch is not loaded with it by everyone.
     warned: set[str] = field(default_factory=set)
     # The PEFT configs that saving has made carry the patch.
     adapters: list[Any] = field(default_factory=list)

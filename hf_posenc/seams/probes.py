@@ -97,8 +97,20 @@ def _device(model: nn.Module) -> torch.device:
 def forward(model: Any, ids: Tensor, **arguments: Any) -> list[Tensor]:
     """Run a model without a cache and return its outputs for each token, in float64, shape (1, tokens, features).
 
-    An encoder-decoder gets the same tokens on both sides. A model that does not run on tokens alone is refused.
+    An encoder-decoder gets the same tokens on both sides. A model whose head has no output for each token, as that of a
+    classifier, is run without its head. One that does not run on tokens alone is refused.
     """
+    try:
+        return _forward(model, ids, arguments)
+    except UnsupportedModelError:
+        body = getattr(model, "base_model", model)
+        with contextlib.suppress(UnsupportedModelError):  # the reason of the whole model is given
+            if body is not model:
+                return _forward(body, ids, arguments)
+        raise
+
+
+def _forward(model: Any, ids: Tensor, arguments: Mapping[str, Any]) -> list[Tensor]:
     known = inspect.signature(model.forward).parameters
     arguments = {"input_ids": ids, **arguments}
     if "decoder_input_ids" in known and model.config.is_encoder_decoder:

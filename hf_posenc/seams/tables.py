@@ -214,20 +214,17 @@ class TablesByPosition(NativeSeam):
             for table in self.tables
         }
 
-    def grow(
-        self, model: nn.Module, state: Record, lengths: Mapping[str, int]
-    ) -> tuple[Edits, nn.Module]:
+    def grow(self, model: nn.Module, state: Record, lengths: Mapping[str, int]) -> Edits:
         """Give a model all that hangs on the length, but the tables themselves; refuse texts past the new ends.
 
-        Returns the edits of configs, which are yet to be written, and a model that was built from them, without
-        weights.
+        Returns the edits of configs, which are yet to be written.
         """
         for table in self.tables:
             end = TableEnd(lengths[table.path])
             for owner in owners_of(model, held(model, table.path)):
                 state.hooks.append(owner.register_forward_pre_hook(end, with_kwargs=True))
         if all(lengths[table.path] == table.positions for table in self.tables):
-            return [], model
+            return []
         return take_over_lengths(model, state, self.tables, lengths)
 
 
@@ -271,7 +268,7 @@ class TableSeam(TablesByPosition):
         ids = probes.ordinary_tokens(model, min(probes.TOKENS, self.length or 1))
         with state.sample.only():
             before = _outputs(model, ids)
-        edits, twin = self.grow(model, state, lengths)
+        edits = self.grow(model, state, lengths)
         if method.by_request:
             state.hooks.append(model.register_forward_pre_hook(refuse_drafts, with_kwargs=True))
         for table in self.tables:
@@ -297,7 +294,7 @@ class TableSeam(TablesByPosition):
         # A class may leave a table out of the weights that it saves, and compute it when it is built.
         unsaved: Any = getattr(model, "_keys_to_ignore_on_save", None) or ()
         stored = places.keys() <= model.state_dict().keys() - {*unsaved}
-        if stored and not method.by_request and _shapes(model) == _shapes(twin):
+        if stored and not method.by_request:  # modules that the config does not build stay beside
             state.export = "weights"
         state.write_config(model, edits)
         if method.keeps_short or method.by_request or method.scale == 1:
@@ -365,10 +362,10 @@ def owners_of(model: nn.Module, place: Held) -> list[nn.Module]:
 
 def take_over_lengths(
     model: nn.Module, state: Record, tables: Sequence[Table], lengths: Mapping[str, int]
-) -> tuple[Edits, nn.Module]:
+) -> Edits:
     """Give a model the buffers and numbers of its class for tables of new lengths; the tables themselves stay.
 
-    Returns the edits of configs, which are yet to be written, and the model that was built from them, without weights.
+    Returns the edits of configs, which are yet to be written.
     """
     # Old lengths and numbers of rows with the new ones; configs may count a few rows less or more.
     growth: dict[int, int] = {}
@@ -412,7 +409,7 @@ def take_over_lengths(
                 f"can describe ({rows:,} rows where the length is that): its rows may mean something else."
             )
     _follow(model, twin, state, growth, places)
-    return edits, twin
+    return edits
 
 
 def _twin(model: nn.Module, edits: Edits) -> nn.Module:
@@ -459,13 +456,6 @@ def _check_memory(model: nn.Module, edits: Edits, lengths: Mapping[str, int]) ->
             f"{max(lengths.values()):,} positions: the tables of {type(model).__name__}, and what depends on their "
             f"length, would take {more:,} bytes more, and {free:,} are free. Give a smaller target_length."
         )
-
-
-def _shapes(model: nn.Module) -> dict[str, torch.Size]:
-    """Return the shapes of all weights; a quantized layer of torch has values of other kinds beside them."""
-    return {
-        name: value.shape for name, value in model.state_dict().items() if isinstance(value, Tensor)
-    }
 
 
 def _follow(

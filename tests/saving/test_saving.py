@@ -42,6 +42,7 @@ from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.config import parse_method
 from hf_posenc.rope import RopeSpec
 from hf_posenc.seams import probes
+from hf_posenc.training import choose_parameters
 from tests.patch.test_patching import OPTIONS, logits
 from tests.support import zoo
 from tests.support.families import build_text_model, text_types
@@ -237,10 +238,33 @@ class TestOnlyWithHfPosenc:
         with pytest.raises(ValueError, match="log_n needs hf_posenc"):
             transformers.Gemma3ForCausalLM.from_pretrained(tmp_path, attn_implementation="eager")
 
-    def test_a_classifier_is_loaded_as_what_it_is(self, tmp_path: Path) -> None:
-        model = transformers.LlamaForSequenceClassification(zoo.tiny_config("llama"))
-        patch_model(model, "alibi").save_pretrained(tmp_path)
-        assert type(from_pretrained(tmp_path)) is type(model)
+    @pytest.mark.parametrize(
+        ("name", "method"), [("Llama", "alibi"), ("Bert", "interpolate"), ("Bloom", "alibi")]
+    )
+    def test_a_classifier_is_loaded_as_one(self, tmp_path: Path, name: str, method: str) -> None:
+        """A model without RoPE is tried without its head, which has no output for each token."""
+        model: Any = build_text_model(name.lower(), f"{name}ForSequenceClassification")
+        ids = zoo.tokens(60)
+        before = model(ids).logits
+        expected = patch_model(model, method, scale=2)(ids).logits
+        model.save_pretrained(tmp_path)
+        loaded = from_pretrained(tmp_path).eval()
+        assert type(loaded) is type(model)
+        assert torch.equal(loaded(ids).logits, expected)
+        assert torch.equal(unpatch_model(model)(ids).logits, before)
+
+    @pytest.mark.filterwarnings("error:.*around it is not")
+    def test_a_part_of_a_larger_model(self, model: Any, tmp_path: Path) -> None:
+        """The config of the whole model has no patch; wrappers have no config of their own."""
+        patch_model(model.model, "yarn", scale=4).save_pretrained(tmp_path)
+        with pytest.warns(
+            UserWarning, match="LlamaModel is patched with yarn, and the LlamaForCausal"
+        ):
+            saved(model, tmp_path)
+        unpatch_model(model.model)
+        model = torch.compile(choose_parameters(patch_model(model, "yarn", scale=4), "lora"))
+        nn.DataParallel(model).state_dict()
+        model.save_pretrained(tmp_path)
 
     def test_a_config_that_was_saved_again(self, model: PreTrainedModel, tmp_path: Path) -> None:
         saved(patch_model(model, "alibi"), tmp_path)

@@ -218,11 +218,14 @@ def test_the_experiments_tell_absolute_from_relative() -> None:
 
 
 def test_a_model_that_does_not_run_on_tokens_is_refused_in_one_line() -> None:
-    model: Any = build_text_model("llama")
-    model.forward = lambda pixel_values: None
+    model: Any = build_text_model("bert", "BertForMultipleChoice")  # without its head it does
+    assert inspect_positions(model).sources[0].where == COMPLETE["bert"][kinds.LEARNED]
+    model.bert.forward = lambda pixel_values: None
     with pytest.raises(UnsupportedModelError, match="cannot be run on a few tokens alone") as error:
         inspect_positions(model)
     assert "\n" not in str(error.value)
+    with pytest.raises(UnsupportedModelError, match=r"no rotary embedding.*few tokens alone \("):
+        patch_model(model, "alibi")
     with torch.device("meta"), pytest.raises(UnsupportedModelError, match="Load the model first"):
         inspect_positions(type(build_text_model("gpt2"))(build_text_model("gpt2").config))
 
@@ -230,13 +233,8 @@ def test_a_model_that_does_not_run_on_tokens_is_refused_in_one_line() -> None:
 def test_the_table_prints_in_a_terminal_and_a_notebook() -> None:
     positions = inspected("opt")
     text, page = repr(positions), positions._repr_html_()
-    for words in (
-        "learned table",
-        "model.decoder.embed_positions.weight",
-        "from row 2",
-        "no source is missing.",
-        "absolute: how far",
-    ):
+    row = ("learned table", "model.decoder.embed_positions.weight", "from row 2")
+    for words in (*row, "no source is missing.", "absolute: how far"):
         assert words in text
         assert words in page
     assert positions.to_dict()["complete"] is True

@@ -16,14 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import hf_posenc
-from hf_posenc import (
-    PosencError,
-    UnsupportedModelError,
-    inspect_rope,
-    patch_model,
-    patched,
-    unpatch_model,
-)
+from hf_posenc import PosencError, UnsupportedModelError, patch_model, patched, unpatch_model
 from hf_posenc.embedded import model_path
 from hf_posenc.methods import METHODS, Sinusoidal, TableMethod
 from hf_posenc.model.unwrapping import trial
@@ -213,6 +206,16 @@ def test_what_plain_transformers_cannot_have_is_loaded_with_its_patch(
     assert difference(outputs(model, ids), outputs(loaded, ids)) == 0
 
 
+def test_a_table_that_was_patched_inside_peft_is_in_the_merged_weights(tmp_path: Path) -> None:
+    """The config builds no module of an adapter."""
+    adapted: Any = choose_parameters(build_text_model("gpt2"), "lora", lora_rank=2)
+    model = patch_model(adapted, "interpolate", scale=4).merge_and_unload()
+    model.save_pretrained(tmp_path)
+    ids = ids_of(model, 4 * LENGTH)
+    for loaded in (hf_posenc.from_pretrained(tmp_path), type(model).from_pretrained(tmp_path)):
+        assert difference(outputs(loaded, ids), outputs(model, ids)) == 0
+
+
 @pytest.mark.parametrize(
     ("model_type", "method", "tables"), [("bert", "tile", 1), ("marian", "sinusoidal", 2)]
 )
@@ -352,7 +355,7 @@ def test_requests_are_repeated_replaced_and_temporary() -> None:
     assert "transformer.wpe.weight" in str(patch)
     assert "learned table" in patch._repr_html_()
     with pytest.raises(UnsupportedModelError, match="no rotary embedding"):
-        inspect_rope(model)
+        hf_posenc.inspect_rope(model)
 
 
 def test_trained_rows_are_not_replaced() -> None:
