@@ -23,6 +23,7 @@ from hf_posenc.training.chunked_loss import (
 )
 from hf_posenc.training.collator import DRAWS, IGNORED
 from hf_posenc.training.options import Trained
+from hf_posenc.training.parameters import refuse_wrapped
 
 
 def distill(
@@ -88,10 +89,10 @@ def unpatched_teacher(model: nn.Module, train: Trained = "full") -> nn.Module:
 
     Its modules are its own. Its weights are the model's where training leaves these as they are (`"lora"`,
     `"encoding"`), and a frozen copy otherwise, which takes the memory of the weights once more. Call it before
-    `choose_parameters`.
+    `choose_parameters`, whose LoRA would be a part of the teacher.
 
     Raises:
-        PosencError: A sharded model, of which no process holds the weights.
+        PosencError: A model that is wrapped or has an adapter, or a sharded one, of which no process has the weights.
 
     Examples:
         >>> from hf_posenc import get_patch, patch_model
@@ -100,6 +101,7 @@ def unpatched_teacher(model: nn.Module, train: Trained = "full") -> nn.Module:
         >>> get_patch(teacher) is None, teacher.lm_head.weight is model.lm_head.weight
         (True, True)
     """
+    refuse_wrapped(model, "Make its unpatched teacher")
     if is_sharded(model):
         raise PosencError(
             "The weights of this model are sharded, so that no unpatched one can be made of it. Train it on one "

@@ -74,11 +74,7 @@ def choose_parameters(
     """
     if train not in get_args(Trained):
         raise unknown("choice of parameters", str(train), get_args(Trained))
-    if unwrap(model) is not model:
-        raise PosencError(
-            f"This model is wrapped by {type(model).__name__} already. Choose the trained parameters before a model is "
-            "wrapped, and merge an adapter first: merge_and_unload(), or `hf-posenc export DIR --to transformers5`."
-        )
+    refuse_wrapped(model, "Choose the trained parameters")
     if train != "lora" and options:
         raise PosencError(f"{', '.join(options)} belong to train='lora', not to {train!r}.")
     if train == "lora":
@@ -90,7 +86,7 @@ def choose_parameters(
             adapted: nn.Module = get_peft_model(model, config)
         except ValueError as error:  # no such rank, or modules that no LoRA can be added to
             raise PosencError(f"The LoRA cannot be added: {one_line(error)}") from error
-        return adapted
+        return adapted if model.training else adapted.eval()
     if train == "full" and getattr(model, "is_quantized", False):
         raise PosencError(
             "The weights of this model are quantized and cannot be trained. Use train='lora', or load it unquantized."
@@ -110,6 +106,17 @@ def choose_parameters(
         trains = weight.is_floating_point() and id(weight) not in constant
         weight.requires_grad_(trains and id(weight) in chosen)
     return model
+
+
+def refuse_wrapped(model: nn.Module, task: str) -> None:
+    """Raise for a model that is wrapped or has an adapter, which the task must come before."""
+    wrapped = unwrap(model) is not model
+    if wrapped or hasattr(model, "peft_config"):
+        state = f"is wrapped by {type(model).__name__}" if wrapped else "has an adapter"
+        raise PosencError(
+            f"This model {state} already. {task} before a model is wrapped, and merge an adapter first: "
+            "merge_and_unload(), or `hf-posenc export DIR --to transformers5`."
+        )
 
 
 def _formulas(model: nn.Module) -> list[Tensor]:
