@@ -34,8 +34,8 @@ _UNTRAINED = re.compile(r"(Indexer|Compressor)$|Cross")
 """Names of modules without a gradient from text: selection of keys for attention, and attention to images."""
 _EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
 """Names that PEFT takes for parts of fused experts, whatever module it is (Afmoe's gated attention)."""
-_PEFTS_HEAD = "lm_head"
-"""PEFT ties the trained copies of head and embeddings if one of the names is this, whether such a module exists."""
+_PEFTS_HEAD = "tied.lm_head"
+"""PEFT ties the trained copies of head and embeddings if a name ends so. It would not save that of a module."""
 
 
 def choose_parameters(
@@ -210,26 +210,25 @@ def lora_config(
         else:
             kept = [embeddings, *([head] if tied else []), *kept]
         modules_to_save = short_names(model, kept)
-        if tied and tieable and _PEFTS_HEAD not in modules_to_save:
-            modules_to_save = [_PEFTS_HEAD, *modules_to_save]
-    if trained_parameters(model):
-        modules_to_save = [*modules_to_save, PARAMETERS]
-    names = [path for path, module in model.named_modules() if module is embeddings]
+    trained = [modules_to_save] if isinstance(modules_to_save, str) else [*modules_to_save]
+    trained += [PARAMETERS] if trained_parameters(model) else []
+    paths = dict(model.named_modules())
+    absent = [name for name in trained if not any(path.endswith(name) for path in paths)]
+    if absent:
+        raise PosencError(f"modules_to_save names {absent[0]!r}, and no module is called so.")
+    suffixes = tuple(trained)
+    ties = tied and any(paths[path] is embeddings for path in paths if path.endswith(suffixes))
     values: dict[str, Any] = {
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
         # A text is a regular expression, as for PEFT.
         "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
-        "modules_to_save": list(modules_to_save) or None,
-        "ensure_weight_tying": tied and any(n.endswith(tuple(modules_to_save)) for n in names),
+        "modules_to_save": [*trained, *[_PEFTS_HEAD] * (ties and tieable)] or None,
+        "ensure_weight_tying": ties,
         "task_type": "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **options,
     }
-    paths = [path for path, _ in model.named_modules()]
-    absent = [n for n in modules_to_save if not any(path.endswith(n) for path in paths)]
-    if absent:
-        raise PosencError(f"modules_to_save names {absent[0]!r}, and no module is called so.")
     patch = patch_to_save(model)
     try:
         if patch is None:

@@ -162,10 +162,12 @@ class TestLora:
 
     def test_targets_of_ones_own(self, model: PreTrainedModel) -> None:
         patch_model(model, "t5")
-        config = lora_config(model, target_modules=["up_proj"], modules_to_save=[], use_rslora=True)
-        assert set(config.target_modules or ()) == {"up_proj"}
-        assert config.modules_to_save == ["posenc"]
-        assert config.use_rslora
+        given: dict[str, Any] = {"target_modules": ["up_proj"], "use_rslora": True}
+        for own, saved in (([], []), ("norm", ["norm"])):
+            config = lora_config(model, modules_to_save=own, **given)
+            assert set(config.target_modules or ()) == {"up_proj"}
+            assert config.modules_to_save == [*saved, "posenc"]
+            assert config.use_rslora
 
     def test_refusals(self, model: PreTrainedModel) -> None:
         with pytest.raises(PosencError, match="Unknown choice of parameters 'all'"):
