@@ -238,8 +238,14 @@ class PerplexityResult(MethodsResult[Cell]):
         if few and self.settings.streams:
             yield "One stream has no ranges and no verdicts."
         elif few:
-            names = ", ".join(dict.fromkeys(cell.protocol for cell in few))
-            yield f"{names}: {FEW_NOTE}" if any(c.interval for c in self.cells) else FEW_NOTE
+            told, lacking = {c.protocol for c in self.cells if c.interval}, dict[str, set[int]]()
+            for cell in few:
+                lacking.setdefault(cell.protocol, set()).add(cell.length)
+            names = [
+                f"{name} at {listed(sorted(lengths))} tokens" if name in told else name
+                for name, lengths in lacking.items()
+            ]
+            yield f"{', '.join(names)}: {FEW_NOTE}" if told else FEW_NOTE
         labels, length = [entry.label for entry in self.candidates], self.settings.lengths[-1]
         control = TRUNCATION if TRUNCATION in labels else self._baseline
         protocol = self._last_protocol(length)
