@@ -306,6 +306,8 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
             )
         name = word.partition("=")[0]
         names = {action.dest: action.dest for action in parser._actions} | _ELSEWHERE
+        switches = [action.dest for action in parser._actions if action.const is True]
+        names |= {f"no_{switch}": f"{switch} false" for switch in switches}
         close = difflib.get_close_matches(name[2:].replace("-", "_"), names, n=1)
         meant = "".join(f" Did you mean {spellings(names[each])[-1]}?" for each in close)
         raise PosencError(f"No such option: {name}.{meant} {HELP}")
