@@ -27,6 +27,7 @@ from hf_posenc.patch.report import Patch
 from hf_posenc.patch.scaled import moving_note
 from hf_posenc.training.chunked_loss import ChunkedLoss
 from hf_posenc.training.collator import DRAWS, PositionCollator
+from hf_posenc.training.options import check_positions
 from hf_posenc.training.processes import check_launch, gather, is_set, wants_fsdp
 
 _SAMPLE = 4096  # weights of a tensor: enough to estimate a share to a percent
@@ -49,6 +50,7 @@ def check_run(
     Raises:
         PosencError: With the reason, and an alternative that works.
     """
+    check_positions(positions)
     check_launch(arguments)
     patch = get_patch(model)
     # The frequency tables that depend on the length of a batch, with their update mode.

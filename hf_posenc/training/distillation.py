@@ -22,7 +22,7 @@ from hf_posenc.training.chunked_loss import (
     without_loss,
 )
 from hf_posenc.training.collator import DRAWS, IGNORED
-from hf_posenc.training.options import Trained
+from hf_posenc.training.options import Trained, check_positions
 from hf_posenc.training.parameters import refuse_wrapped
 
 
@@ -55,8 +55,8 @@ def distill(
         The handle of `chunk_loss`, which removes both.
 
     Raises:
-        PosencError: A weight that is not positive; a model that would teach itself at the positions that it is trained
-            on; a model whose loss cannot be computed in chunks.
+        PosencError: Unknown positions; a weight that is not positive; a model that would teach itself at the positions
+            that it is trained on; a model whose loss cannot be computed in chunks.
 
     Examples:
         >>> from hf_posenc import patch_model
@@ -66,6 +66,7 @@ def distill(
         >>> model.train()(**batch).loss.requires_grad
         True
     """
+    check_positions(positions)
     if not 0 < weight < float("inf"):
         raise PosencError(f"The weight of a distillation is a positive number, not {weight}.")
     if teacher is None and positions not in DRAWS:

@@ -236,6 +236,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*spellings(f"no_{each.name}"), action="store_false", dest=each.name)
 
 
+def check_positions(name: str) -> None:
+    """Raise for an unknown kind of positions."""
+    if name not in POSITIONS:
+        raise unknown("kind of positions", name, POSITIONS)
+
+
 def spellings(name: str) -> list[str]:
     """Return an option with underscores, as transformers spells it, and with hyphens, as the other commands do."""
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
