@@ -238,7 +238,9 @@ CALLS: dict[str, dict[str, str]] = {
         "banana=5": "peft.LoraConfig does not take these options: ",
     },
     "check_run({})": {"model, positions='pakced'": "Unknown kind of positions 'pakced'. Did"},
-    "distill(model, {})": {"positions='pse', teacher=model": "Unknown kind of positions 'pse'. Did"},
+    "distill(model, {})": {
+        "positions='pse', teacher=model": "Unknown kind of positions 'pse'. Did"
+    },
     "Collator({})": {
         ")([{'input_ids': []}]": "Example 0 of the batch has no tokens: leave it out.",
         "None": "Unknown kind of positions None. Available: contiguous, cream, endprompt, ",
