@@ -68,3 +68,5 @@ FREQUENCY_METHODS_WORK = (
     'update="sequence") work on this model.'
 )
 """The way out where a method that computes attention itself cannot be used."""
+LOAD_FIRST = "Load the model first: no --dry-run in a command, and --weights for `recommend`."
+"""The way out where a model on the meta device lacks the values that a patch reads."""

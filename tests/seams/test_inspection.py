@@ -223,7 +223,7 @@ def test_a_model_that_does_not_run_on_tokens_is_refused_in_one_line() -> None:
     with pytest.raises(UnsupportedModelError, match="cannot be run on a few tokens alone") as error:
         inspect_positions(model)
     assert "\n" not in str(error.value)
-    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="Load the model first"):
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="first: no --dry-run"):
         inspect_positions(type(build_text_model("gpt2"))(build_text_model("gpt2").config))
 
 
