@@ -289,10 +289,8 @@ def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]
     vocabulary = min(embeddings.weight.shape[0], 1 << 15)
     random = np.random.default_rng(0)
     ids = random.integers(vocabulary // 4, vocabulary, (len(_DOCUMENTS), _TOKENS))
-    examples = [
-        {"input_ids": row, "document_lengths": documents}
-        for row, documents in zip(ids, _DOCUMENTS, strict=True)
-    ]
+    rows = zip(ids, _DOCUMENTS, strict=True)
+    examples = [{"input_ids": row, "document_lengths": documents} for row, documents in rows]
     short = copy.copy(collator)
     if collator.positions in DRAWS:
         short.terminal_prompt = collator.terminal_prompt[:_PROMPT]

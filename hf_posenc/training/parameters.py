@@ -194,13 +194,8 @@ def lora_config(
             )
     if modules_to_save is None:
         shared = _shared(decoder)
-        kept = [
-            module
-            for module in _text_modules(decoder)
-            if "Norm" in type(module).__name__
-            and [*module.parameters(recurse=False)]
-            and id(module) not in shared
-        ]
+        norms = (each for each in _text_modules(decoder) if "Norm" in type(each).__name__)
+        kept = [n for n in norms if [*n.parameters(recurse=False)] and id(n) not in shared]
         if tied and not tieable:
             warnings.warn(
                 f"The embeddings of {type(model).__name__} stay frozen: its head shares them, and PEFT can train both "
@@ -285,12 +280,8 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     except NoRotaryError:
         base: nn.Module = getattr(model, "base_model", model)
         return base
-    around = [
-        module
-        for path, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and (not path or table.name.startswith(f"{path}."))
-    ]
-    return around[-1]
+    models = ((p, each) for p, each in model.named_modules() if isinstance(each, PreTrainedModel))
+    return [each for path, each in models if not path or table.name.startswith(f"{path}.")][-1]
 
 
 def _text_modules(module: nn.Module) -> Iterator[nn.Module]:

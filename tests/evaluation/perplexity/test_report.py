@@ -237,7 +237,7 @@ def test_notes_and_guide() -> None:
         for least in [256 if r.protocol == "prefix" else 512]
     ]
     noted = list(dataclasses.replace(example(CURVES), records=own).notes())
-    assert any(note.startswith(f"prefix, tail at 512, 1,024 tokens: {FEW}") for note in noted)
+    assert f"prefix, tail at 512 tokens, tail at 1,024 tokens: {FEW}" in " ".join(noted)
     book = dataclasses.replace(example(CURVES), documents=[{"name": "book", "tokens": 5000}])
     assert "2,048 of 5,000 tokens are read, at both ends of each text." in " ".join(book.notes())
     assert "(auto): scale = length / 256" in notes
