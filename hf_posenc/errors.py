@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import itertools
 from collections.abc import Iterable, Iterator
 
 
@@ -33,8 +34,11 @@ def unknown(kind: str, given: object, possible: Iterable[str], otherwise: str = 
 
 
 def one_line(error: BaseException) -> str:
-    """Return the first line of an error's message, or its type if the message is empty."""
-    return next(filter(None, map(str.strip, str(error).splitlines())), type(error).__name__)
+    """Return the first line of an error's message with the list below it, or its type if the message is empty."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    items = itertools.takewhile(lambda line: line.startswith("- "), lines[1:])
+    below = ", ".join(item[2:] for item in items)
+    return f"{lines[0]} {below}".rstrip() if lines else type(error).__name__
 
 
 _EXTRAS = {
@@ -64,3 +68,5 @@ FREQUENCY_METHODS_WORK = (
     'update="sequence") work on this model.'
 )
 """The way out where a method that computes attention itself cannot be used."""
+LOAD_FIRST = "Load the model first: no --dry-run in a command, and --weights for `recommend`."
+"""The way out where a model on the meta device lacks the values that a patch reads."""

@@ -19,7 +19,7 @@ from hf_posenc.adapters import ArchAdapter, get_adapter
 from hf_posenc.attention.call import shared
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import by_pair
-from hf_posenc.errors import PosencError, UnsupportedModelError
+from hf_posenc.errors import LOAD_FIRST, PosencError, UnsupportedModelError
 from hf_posenc.model.rotary import (
     FREQUENCIES,
     RotaryWrapper,
@@ -105,7 +105,7 @@ class RotaryTable:
             except Exception as error:
                 raise UnsupportedModelError(
                     f"{self.name} is on the meta device and {type(self.module).__name__} cannot be built from its "
-                    f"config alone ({error}). Load the model first, then patch it."
+                    f"config alone ({error}). {LOAD_FIRST}"
                 ) from error
         factor = getattr(self.module, attribute(self.label, "attention_scaling"), None)
         if factor is None:  # some classes keep one factor for all labels
@@ -152,8 +152,7 @@ class SinCosTable(RotaryTable):
         """Return the frequencies and the factor, read from the rows of positions 1, 2, 4, ..., each more exact."""
         if self.tensor().is_meta:
             raise UnsupportedModelError(
-                f"{self.name}.{self.attribute} is on the meta device, without values. Load the model first, then patch "
-                "it."
+                f"{self.name}.{self.attribute} is on the meta device, without values. {LOAD_FIRST}"
             )
         sin, cos = self.tensor()[1].detach().double().chunk(2)
         frequencies, factor = torch.atan2(sin, cos), float(torch.hypot(sin, cos).mean())

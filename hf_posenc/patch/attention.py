@@ -14,7 +14,12 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_posenc.attention.encoding import Encoding
 from hf_posenc.attention.rotation import Rotation
-from hf_posenc.errors import FREQUENCY_METHODS_WORK, UnsupportedModelError, UntrainedWarning
+from hf_posenc.errors import (
+    FREQUENCY_METHODS_WORK,
+    LOAD_FIRST,
+    UnsupportedModelError,
+    UntrainedWarning,
+)
 from hf_posenc.methods import (
     Growing,
     LengthDependent,
@@ -171,9 +176,7 @@ def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) 
     if not state.sample.empty:
         lacking = 'verify="full" needs the weights'
     if lacking:
-        raise UnsupportedModelError(
-            f"This model is on the meta device, and {lacking}. Load the model first, then patch it."
-        )
+        raise UnsupportedModelError(f"This model is on the meta device and {lacking}. {LOAD_FIRST}")
     kept = {id(table.module) for table in scaled}
     keep_frequencies(model, state, [table for table in tables if id(table.module) not in kept])
 

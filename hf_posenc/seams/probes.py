@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_posenc.errors import UnsupportedModelError, one_line
+from hf_posenc.errors import LOAD_FIRST, UnsupportedModelError, one_line
 from hf_posenc.model.unwrapping import hooked, trial
 from hf_posenc.model.weights import execution_device, is_offloaded, is_quantized
 
@@ -82,7 +82,7 @@ def _device(model: nn.Module) -> torch.device:
     device = execution_device(model)
     if device.type == "meta":
         raise UnsupportedModelError(
-            f"{type(model).__name__} is on the meta device (as in a --dry-run), without weights. Load the model first."
+            f"{type(model).__name__} is on the meta device, without weights. {LOAD_FIRST}"
         )
     for path, module in model.named_modules():
         if isinstance(module, nn.Embedding) and is_offloaded(module):

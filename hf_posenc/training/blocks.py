@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from hf_posenc.errors import PosencError, one_line, unknown
+from hf_posenc.errors import PosencError, one_line
 from hf_posenc.evaluation.documents import (
     Document,
     Entry,
@@ -37,7 +37,7 @@ from hf_posenc.evaluation.options import read_whole
 from hf_posenc.files import disk_errors, to_json, write_atomically
 from hf_posenc.lengths import read_length
 from hf_posenc.training.collator import Numbers
-from hf_posenc.training.options import POSITIONS
+from hf_posenc.training.options import check_positions
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -208,8 +208,7 @@ def prepare_blocks(
         >>> len(blocks), len(blocks.dataset[0]["input_ids"])
         (6, 128)
     """
-    if positions not in POSITIONS:
-        raise unknown("kind of positions", positions, POSITIONS)
+    check_positions(positions)
     length = read_length(length, "length")
     if limit is not None:
         limit = read_whole(limit, "limit")

@@ -27,6 +27,7 @@ from hf_posenc.patch.report import Patch
 from hf_posenc.patch.scaled import moving_note
 from hf_posenc.training.chunked_loss import ChunkedLoss
 from hf_posenc.training.collator import DRAWS, PositionCollator
+from hf_posenc.training.options import check_positions
 from hf_posenc.training.processes import check_launch, gather, is_set, wants_fsdp
 
 _SAMPLE = 4096  # weights of a tensor: enough to estimate a share to a percent
@@ -49,6 +50,7 @@ def check_run(
     Raises:
         PosencError: With the reason, and an alternative that works.
     """
+    check_positions(positions)
     check_launch(arguments)
     patch = get_patch(model)
     # The frequency tables that depend on the length of a batch, with their update mode.
@@ -287,10 +289,8 @@ def _probe_batch(model: nn.Module, collator: PositionCollator) -> dict[str, Any]
     vocabulary = min(embeddings.weight.shape[0], 1 << 15)
     random = np.random.default_rng(0)
     ids = random.integers(vocabulary // 4, vocabulary, (len(_DOCUMENTS), _TOKENS))
-    examples = [
-        {"input_ids": row, "document_lengths": documents}
-        for row, documents in zip(ids, _DOCUMENTS, strict=True)
-    ]
+    rows = zip(ids, _DOCUMENTS, strict=True)
+    examples = [{"input_ids": row, "document_lengths": documents} for row, documents in rows]
     short = copy.copy(collator)
     if collator.positions in DRAWS:
         short.terminal_prompt = collator.terminal_prompt[:_PROMPT]

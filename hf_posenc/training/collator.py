@@ -24,9 +24,9 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback, TrainerState
 
-from hf_posenc.errors import PosencError, unknown
+from hf_posenc.errors import PosencError
 from hf_posenc.lengths import read_length
-from hf_posenc.training.options import POSITIONS, PROMPTED
+from hf_posenc.training.options import PROMPTED, check_positions
 
 Numbers = NDArray[np.int64]
 Draw = Callable[..., NDArray[Any]]
@@ -165,8 +165,7 @@ class PositionCollator(TrainerCallback):
         flatten: bool = False,
         terminal_prompt: Sequence[int] = (),
     ) -> None:
-        if positions not in POSITIONS:
-            raise unknown("kind of positions", positions, POSITIONS)
+        check_positions(positions)
         stages = [read_length(length, "A length of the curriculum") for length in curriculum or ()]
         if stages and positions not in DRAWS:
             raise PosencError(
@@ -266,11 +265,13 @@ class PositionCollator(TrainerCallback):
             precedes it.
 
         Raises:
-            PosencError: Examples with labels of another number, packed without document lengths, or of more tokens than
-                the long context, or the first length of the curriculum, has.
+            PosencError: Examples without tokens, with labels of another number, packed without document lengths, or of
+                more tokens than the long context, or the first length of the curriculum, has.
         """
         rows, labels, documents = list[Numbers](), list[Numbers](), list[Numbers]()
         for index, example in enumerate(examples):
+            if not len(example["input_ids"]):
+                raise PosencError(f"Example {index} of the batch has no tokens: leave it out.")
             row, given = _numbers(example["input_ids"]), example.get("labels")
             label = row.copy() if given is None or not len(given) else _numbers(given)
             if len(label) != len(row):

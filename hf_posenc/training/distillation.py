@@ -22,7 +22,8 @@ from hf_posenc.training.chunked_loss import (
     without_loss,
 )
 from hf_posenc.training.collator import DRAWS, IGNORED
-from hf_posenc.training.options import Trained
+from hf_posenc.training.options import Trained, check_positions
+from hf_posenc.training.parameters import refuse_wrapped
 
 
 def distill(
@@ -54,8 +55,8 @@ def distill(
         The handle of `chunk_loss`, which removes both.
 
     Raises:
-        PosencError: A weight that is not positive; a model that would teach itself at the positions that it is trained
-            on; a model whose loss cannot be computed in chunks.
+        PosencError: Unknown positions; a weight that is not positive; a model that would teach itself at the positions
+            that it is trained on; a model whose loss cannot be computed in chunks.
 
     Examples:
         >>> from hf_posenc import patch_model
@@ -65,6 +66,7 @@ def distill(
         >>> model.train()(**batch).loss.requires_grad
         True
     """
+    check_positions(positions)
     if not 0 < weight < float("inf"):
         raise PosencError(f"The weight of a distillation is a positive number, not {weight}.")
     if teacher is None and positions not in DRAWS:
@@ -88,10 +90,10 @@ def unpatched_teacher(model: nn.Module, train: Trained = "full") -> nn.Module:
 
     Its modules are its own. Its weights are the model's where training leaves these as they are (`"lora"`,
     `"encoding"`), and a frozen copy otherwise, which takes the memory of the weights once more. Call it before
-    `choose_parameters`.
+    `choose_parameters`, whose LoRA would be a part of the teacher.
 
     Raises:
-        PosencError: A sharded model, of which no process holds the weights.
+        PosencError: A model that is wrapped or has an adapter, or a sharded one, of which no process has the weights.
 
     Examples:
         >>> from hf_posenc import get_patch, patch_model
@@ -100,6 +102,7 @@ def unpatched_teacher(model: nn.Module, train: Trained = "full") -> nn.Module:
         >>> get_patch(teacher) is None, teacher.lm_head.weight is model.lm_head.weight
         (True, True)
     """
+    refuse_wrapped(model, "Make its unpatched teacher")
     if is_sharded(model):
         raise PosencError(
             "The weights of this model are sharded, so that no unpatched one can be made of it. Train it on one "

@@ -236,6 +236,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             group.add_argument(*spellings(f"no_{each.name}"), action="store_false", dest=each.name)
 
 
+def check_positions(name: str) -> None:
+    """Raise for an unknown kind of positions."""
+    if name not in POSITIONS:
+        raise unknown("kind of positions", name, POSITIONS)
+
+
 def spellings(name: str) -> list[str]:
     """Return an option with underscores, as transformers spells it, and with hyphens, as the other commands do."""
     return list(dict.fromkeys((f"--{name}", f"--{name.replace('_', '-')}")))
@@ -306,6 +312,8 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
             )
         name = word.partition("=")[0]
         names = {action.dest: action.dest for action in parser._actions} | _ELSEWHERE
+        switches = [action.dest for action in parser._actions if action.const is True]
+        names |= {f"no_{switch}": f"{switch} false" for switch in switches}
         close = difflib.get_close_matches(name[2:].replace("-", "_"), names, n=1)
         meant = "".join(f" Did you mean {spellings(names[each])[-1]}?" for each in close)
         raise PosencError(f"No such option: {name}.{meant} {HELP}")

@@ -34,8 +34,8 @@ _UNTRAINED = re.compile(r"(Indexer|Compressor)$|Cross")
 """Names of modules without a gradient from text: selection of keys for attention, and attention to images."""
 _EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
 """Names that PEFT takes for parts of fused experts, whatever module it is (Afmoe's gated attention)."""
-_PEFTS_HEAD = "lm_head"
-"""PEFT ties the trained copies of head and embeddings if one of the names is this, whether such a module exists."""
+_PEFTS_HEAD = "tied.lm_head"
+"""PEFT ties the trained copies of head and embeddings if a name ends so. It would not save that of a module."""
 
 
 def choose_parameters(
@@ -74,11 +74,7 @@ def choose_parameters(
     """
     if train not in get_args(Trained):
         raise unknown("choice of parameters", str(train), get_args(Trained))
-    if unwrap(model) is not model:
-        raise PosencError(
-            f"This model is wrapped by {type(model).__name__} already. Choose the trained parameters before a model is "
-            "wrapped, and merge an adapter first: merge_and_unload(), or `hf-posenc export DIR --to transformers5`."
-        )
+    refuse_wrapped(model, "Choose the trained parameters")
     if train != "lora" and options:
         raise PosencError(f"{', '.join(options)} belong to train='lora', not to {train!r}.")
     if train == "lora":
@@ -90,7 +86,7 @@ def choose_parameters(
             adapted: nn.Module = get_peft_model(model, config)
         except ValueError as error:  # no such rank, or modules that no LoRA can be added to
             raise PosencError(f"The LoRA cannot be added: {one_line(error)}") from error
-        return adapted
+        return adapted if model.training else adapted.eval()
     if train == "full" and getattr(model, "is_quantized", False):
         raise PosencError(
             "The weights of this model are quantized and cannot be trained. Use train='lora', or load it unquantized."
@@ -110,6 +106,17 @@ def choose_parameters(
         trains = weight.is_floating_point() and id(weight) not in constant
         weight.requires_grad_(trains and id(weight) in chosen)
     return model
+
+
+def refuse_wrapped(model: nn.Module, task: str) -> None:
+    """Raise for a model that is wrapped or has an adapter, which the task must come before."""
+    wrapped = unwrap(model) is not model
+    if wrapped or hasattr(model, "peft_config"):
+        state = f"is wrapped by {type(model).__name__}" if wrapped else "has an adapter"
+        raise PosencError(
+            f"This model {state} already. {task} before a model is wrapped, and merge an adapter first: "
+            "merge_and_unload(), or `hf-posenc export DIR --to transformers5`."
+        )
 
 
 def _formulas(model: nn.Module) -> list[Tensor]:
@@ -187,13 +194,8 @@ def lora_config(
             )
     if modules_to_save is None:
         shared = _shared(decoder)
-        kept = [
-            module
-            for module in _text_modules(decoder)
-            if "Norm" in type(module).__name__
-            and [*module.parameters(recurse=False)]
-            and id(module) not in shared
-        ]
+        norms = (each for each in _text_modules(decoder) if "Norm" in type(each).__name__)
+        kept = [n for n in norms if [*n.parameters(recurse=False)] and id(n) not in shared]
         if tied and not tieable:
             warnings.warn(
                 f"The embeddings of {type(model).__name__} stay frozen: its head shares them, and PEFT can train both "
@@ -203,26 +205,25 @@ def lora_config(
         else:
             kept = [embeddings, *([head] if tied else []), *kept]
         modules_to_save = short_names(model, kept)
-        if tied and tieable and _PEFTS_HEAD not in modules_to_save:
-            modules_to_save = [_PEFTS_HEAD, *modules_to_save]
-    if trained_parameters(model):
-        modules_to_save = [*modules_to_save, PARAMETERS]
-    names = [path for path, module in model.named_modules() if module is embeddings]
+    trained = [modules_to_save] if isinstance(modules_to_save, str) else [*modules_to_save]
+    trained += [PARAMETERS] if trained_parameters(model) else []
+    paths = dict(model.named_modules())
+    absent = [name for name in trained if not any(path.endswith(name) for path in paths)]
+    if absent:
+        raise PosencError(f"modules_to_save names {absent[0]!r}, and no module is called so.")
+    suffixes = tuple(trained)
+    ties = tied and any(paths[path] is embeddings for path in paths if path.endswith(suffixes))
     values: dict[str, Any] = {
         "r": rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
         # A text is a regular expression, as for PEFT.
         "target_modules": target_modules if isinstance(target_modules, str) else [*target_modules],
-        "modules_to_save": list(modules_to_save) or None,
-        "ensure_weight_tying": tied and any(n.endswith(tuple(modules_to_save)) for n in names),
+        "modules_to_save": [*trained, *[_PEFTS_HEAD] * (ties and tieable)] or None,
+        "ensure_weight_tying": ties,
         "task_type": "CAUSAL_LM" if hasattr(model, "prepare_inputs_for_generation") else None,
         **options,
     }
-    paths = [path for path, _ in model.named_modules()]
-    absent = [n for n in modules_to_save if not any(path.endswith(n) for path in paths)]
-    if absent:
-        raise PosencError(f"modules_to_save names {absent[0]!r}, and no module is called so.")
     patch = patch_to_save(model)
     try:
         if patch is None:
@@ -279,12 +280,8 @@ def _text_decoder(model: nn.Module) -> nn.Module:
     except NoRotaryError:
         base: nn.Module = getattr(model, "base_model", model)
         return base
-    around = [
-        module
-        for path, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and (not path or table.name.startswith(f"{path}."))
-    ]
-    return around[-1]
+    models = ((p, each) for p, each in model.named_modules() if isinstance(each, PreTrainedModel))
+    return [each for path, each in models if not path or table.name.startswith(f"{path}.")][-1]
 
 
 def _text_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -20,6 +20,7 @@ from transformers import Trainer, TrainingArguments
 from hf_posenc.engines import ENGINES, Export, export_source
 from hf_posenc.engines.engine import open_source
 from hf_posenc.errors import PosencError, UnsupportedModelError, one_line
+from hf_posenc.evaluation.documents import Skipped, read_paths
 from hf_posenc.evaluation.documents.source import refuse_ignored
 from hf_posenc.evaluation.grid import to_markdown
 from hf_posenc.evaluation.measuring.candidates import Candidate
@@ -348,7 +349,8 @@ def print_next(
             refuse_ignored(dataclasses.replace(bare, **{name: value}))
             if value != getattr(DocumentOptions, name):
                 measure += f" --{name} {shlex.quote(value)}"
-    if not all(Path(name).exists() for name in held_out):  # a part of a text, or rows
+    read = read_paths(held_out, encoding=scored.encoding)
+    if any(isinstance(each, Skipped) for each in read):  # a part of a text, rows, or a table
         measure = f"retrieval {where} --lengths {span} --tasks passkey"
     export = ""
     with contextlib.suppress(UnsupportedModelError):  # no rotary table, no export

@@ -119,6 +119,7 @@ PLAIN = replace(TEXTS, text=None)
         ("bloom", ROWS, [], " --dataset rows --split dev --tokenized ids"),
         ("llama", PLAIN, ["a b.txt"], " --text 'a b.txt' --encoding latin-1"),
         ("llama", PLAIN, ["a b.txt, last tenth"], "retrieval 'my run' --lengths 64,128 --tasks passkey"),
+        ("llama", PLAIN, ["a b.txt", "d.csv"], "retrieval 'my run' --lengths 64,128 --tasks passkey"),
     ],
 )  # fmt: skip
 def test_the_next_commands_can_be_copied(
@@ -131,7 +132,7 @@ def test_the_next_commands_can_be_copied(
     capsys: Any,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("a b.txt", "c.jsonl"):
+    for name in ("a b.txt", "c.jsonl", "d.csv"):
         Path(name).touch()
     tiny_checkpoint(Path("my run"), kind)
     capsys.readouterr()

@@ -199,6 +199,7 @@ CALLS: dict[str, dict[str, str]] = {
     "TokenScorer({})": {
         "nn.Linear(1, 1), ids": "Linear has no token embeddings: give a causal language model",
         "model, ids)([1, 9999]": "Token 9,999: the model has embeddings for 0 to 127.",
+        "model, ids[:1]": "numbers of shape (n,) or (windows, n), n at least 2, not tensor([0]).",
     },
     "measure_perplexity({})": {
         "'gpt2', tok, texts": "'gpt2' is a name, not a model: load it first",
@@ -241,7 +242,12 @@ CALLS: dict[str, dict[str, str]] = {
         "modules_to_save=['banana']": "modules_to_save names 'banana', and no module is called",
         "banana=5": "peft.LoraConfig does not take these options: ",
     },
+    "check_run({})": {"model, positions='pakced'": "Unknown kind of positions 'pakced'. Did"},
+    "distill(model, {})": {
+        "positions='pse', teacher=model": "Unknown kind of positions 'pse'. Did"
+    },
     "Collator({})": {
+        ")([{'input_ids': []}]": "Example 0 of the batch has no tokens: leave it out.",
         "None": "Unknown kind of positions None. Available: contiguous, cream, endprompt, ",
         ")([{'input_ids': [1, 2], 'labels': [1]}]": "Example 0 of the batch has 1 labels for 2 tok",
     },

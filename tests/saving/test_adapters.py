@@ -307,9 +307,12 @@ def test_an_adapter_that_lacks_weights(base: Path, tmp_path: Path) -> None:
 
 
 class TestTiedEmbeddings:
-    @pytest.mark.parametrize("method", ["kerple", *late(["yarn"])])
-    def test_stay_tied(self, tmp_path: Path, method: str) -> None:
-        base = saved(zoo.build("llama", tie_word_embeddings=True), tmp_path / "base")
+    @pytest.mark.parametrize(
+        ("model_type", "method"),
+        [("llama", "kerple"), ("gpt_neox", "yarn"), *late(["llama"], ["yarn"])],
+    )
+    def test_stay_tied(self, tmp_path: Path, model_type: str, method: str) -> None:
+        base = saved(zoo.build(model_type, tie_word_embeddings=True), tmp_path / "base")
         model = trained(base, PATCHES[method])
         expected = zoo.logits(model, IDS)
         embeddings = model.get_base_model().get_input_embeddings().weight

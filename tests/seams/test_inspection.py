@@ -226,7 +226,7 @@ def test_a_model_that_does_not_run_on_tokens_is_refused_in_one_line() -> None:
     assert "\n" not in str(error.value)
     with pytest.raises(UnsupportedModelError, match=r"no rotary embedding.*few tokens alone \("):
         patch_model(model, "alibi")
-    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="Load the model first"):
+    with torch.device("meta"), pytest.raises(UnsupportedModelError, match="first: no --dry-run"):
         inspect_positions(type(build_text_model("gpt2"))(build_text_model("gpt2").config))
 
 

@@ -221,6 +221,8 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
     "no scale": (("--patch", "yarn"), "give a scale"),
     "nothing to train": (("--patch", "truncation"), "truncation"),
     "an option of another program": (("--batch-size", "3"), "Did you mean --per-device-train-batch-size"),
+    "an option turned off": (("--no-gradient-checkpointing",), "Did you mean --gradient-checkpointing false[?]"),
+    "a best model of no scores": (("--load_best_model_at_end",), "Evaluation strategy: .*, Save strategy: .*[.] See"),
     "a word of its own": (("--max_steps", "3", "4"), "'4' belongs to no option. A model is given as --model"),
     "a column of a text": (("--text", __file__, "--column", "body"), "nothing here would use it"),
     "a checkpoint to push": (("--hub_strategy", "all_checkpoints"), "only the result is pushed"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from typing import Any, get_args
 
@@ -12,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_posenc import PosencError, get_method, get_patch, patch_model
 from hf_posenc.model.parameters import trained_parameters
+from hf_posenc.training.distillation import unpatched_teacher
 from hf_posenc.training.options import Trained
 from hf_posenc.training.parameters import choose_parameters, lora_config, short_names
 from tests.support import zoo
@@ -132,6 +134,7 @@ class TestLora:
             "embed_tokens", "input_layernorm", "post_attention_layernorm", "norm",
         }  # fmt: skip
         assert (config.r, config.lora_alpha, config.lora_dropout) == (4, 8, 0.1)
+        assert not any(module.training for module in peft_model.modules())  # as the model before
         assert not [n for n in trained_names(peft_model) if "mlp" in n or "lm_head" in n]
         stepped(peft_model)
 
@@ -159,10 +162,12 @@ class TestLora:
 
     def test_targets_of_ones_own(self, model: PreTrainedModel) -> None:
         patch_model(model, "t5")
-        config = lora_config(model, target_modules=["up_proj"], modules_to_save=[], use_rslora=True)
-        assert set(config.target_modules or ()) == {"up_proj"}
-        assert config.modules_to_save == ["posenc"]
-        assert config.use_rslora
+        given: dict[str, Any] = {"target_modules": ["up_proj"], "use_rslora": True}
+        for own, saved in (([], []), ("norm", ["norm"])):
+            config = lora_config(model, modules_to_save=own, **given)
+            assert set(config.target_modules or ()) == {"up_proj"}
+            assert config.modules_to_save == [*saved, "posenc"]
+            assert config.use_rslora
 
     def test_refusals(self, model: PreTrainedModel) -> None:
         with pytest.raises(PosencError, match="Unknown choice of parameters 'all'"):
@@ -170,10 +175,11 @@ class TestLora:
         with pytest.raises(PosencError, match="target_modules belong to train='lora'"):
             choose_parameters(model, "full", target_modules=["q_proj"])
         wrapped = choose_parameters(patch_model(model, "yarn", scale=4), "lora")
-        message = r"wrapped by PeftModelForCausalLM.*merge_and_unload"
-        for train in get_args(Trained):
-            with pytest.raises(PosencError, match=message):
-                choose_parameters(wrapped, train)
+        given = ((wrapped, "is wrapped by PeftModelForCausalLM"), (model, "has an adapter"))
+        made = itertools.product((choose_parameters, unpatched_teacher), get_args(Trained), given)
+        for make, train, (each, message) in made:
+            with pytest.raises(PosencError, match=f"{message} already.*merge_and_unload"):
+                make(each, train)
 
     def test_a_method_of_ones_own_cannot_travel(self, model: PreTrainedModel) -> None:
         class Half(get_method("pi")):  # type: ignore[misc]

@@ -434,7 +434,12 @@ def _disjoint(tokens: int, _: Settings, special: int, length: int) -> Iterator[C
 
 def _stream(tokens: int, settings: Settings, special: int, length: int) -> Iterator[Cut]:
     """LongLoRA's batches: the windows with a token behind them, without the last."""
-    body = length - special
+    longest, body = settings.lengths[-1], length - special
+    if tokens <= longest - special + settings.stride:
+        raise PosencError(
+            f"The stream has {tokens:,} tokens, and windows of {longest:,} without the last one need more than "
+            f"{longest - special + settings.stride:,}: give more documents, shorter --lengths or a smaller --stride."
+        )
     for begin in range(0, tokens - body, settings.stride)[:-1]:
         yield Window(begin, begin + body, special, True), max(1, special), length, body
 

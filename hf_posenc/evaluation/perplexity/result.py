@@ -238,8 +238,12 @@ class PerplexityResult(MethodsResult[Cell]):
         if few and self.settings.streams:
             yield "One stream has no ranges and no verdicts."
         elif few:
-            names = ", ".join(dict.fromkeys(cell.protocol for cell in few))
-            yield f"{names}: {FEW_NOTE}" if any(c.interval for c in self.cells) else FEW_NOTE
+            told = {cell.protocol for cell in self.cells if cell.interval}
+            where = dict.fromkeys(
+                f"{c.protocol} at {c.length:,} tokens" if c.protocol in told else c.protocol
+                for c in few
+            )
+            yield f"{', '.join(where)}: {FEW_NOTE}" if told else FEW_NOTE
         labels, length = [entry.label for entry in self.candidates], self.settings.lengths[-1]
         control = TRUNCATION if TRUNCATION in labels else self._baseline
         protocol = self._last_protocol(length)
@@ -304,9 +308,8 @@ class PerplexityResult(MethodsResult[Cell]):
             if (cell := self.against(protocol, (label, length), (control, length)))
         }
         if not compared:
-            lacking = (
-                "no method has a" if self.cell(control, protocol, length) else f"{control} has no"
-            )
+            measured = self.cell(control, protocol, length)
+            lacking = "no method has a" if measured else f"{control} has no"
             return f"{where}: {lacking} number to compare."
         ranked = sorted(compared, key=lambda label: compared[label].ratio or 0)
         better = [label for label in ranked if compared[label].differs < 0]

@@ -568,9 +568,10 @@ class TokenScorer:
 def token_ids(ids: Any, model: nn.Module) -> Tensor:
     """Return the ids of one text or several, int64; raise for what is none, or for ids without an embedding."""
     tensor = torch.as_tensor(ids)
-    if tensor.is_floating_point() or tensor.dim() not in (1, 2) or not tensor.numel():
-        problem = f"Token ids are whole numbers of shape (n,) or (windows, n), not {' '.join(repr(ids).split())[:80]}."
-        raise PosencError(problem)
+    right = not tensor.is_floating_point() and tensor.dim() in (1, 2)
+    if not right or not len(tensor) or tensor.shape[-1] < 2:
+        problem = "Token ids are whole numbers of shape (n,) or (windows, n), n at least 2, not"
+        raise PosencError(f"{problem} {' '.join(repr(ids).split())[:80]}.")
     count = getattr(input_embeddings(model), "num_embeddings", None)
     if tensor.device.type == "cpu" and count is not None:  # elsewhere a comparison would wait
         least, largest = int(tensor.min()), int(tensor.max())

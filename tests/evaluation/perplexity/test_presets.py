@@ -203,11 +203,15 @@ def test_tail_scores_the_same_tokens_at_every_length(special: int, read_last: bo
     assert all(window.end == 100 for window in windows)
 
 
-def test_a_tail_that_would_score_special_tokens_is_refused() -> None:
+def test_windows_that_would_score_nothing_or_special_tokens_are_refused() -> None:
     settings = make(protocols=("tail",), tail_tokens=15)
     assert plan(100, settings, special=1, shared_prefix=True)
     with pytest.raises(PosencError, match=r"a length of 16 has room for 14 .* --tail-tokens 14 or"):
         plan(100, settings, special=2, shared_prefix=True)
+    settings = make(protocols=("stream",), stride=8)
+    assert plan(72, settings, special=1, shared_prefix=True)
+    with pytest.raises(PosencError, match=r"71 tokens, and windows of 64 .* more than 71: give"):
+        plan(71, settings, special=1, shared_prefix=True)
 
 
 @pytest.mark.parametrize("special", [0, 1, 2, 3])

@@ -189,6 +189,7 @@ def test_without_key_tokens_the_text_says_so_and_speaks_of_the_other_protocols()
     assert "(10.00). A method holds where its perplexity (tail)" in next(result.guide())
 
 
+FEW = "Too few documents for ranges"
 GAPS = "the text between them is not read"
 
 
@@ -201,7 +202,7 @@ GAPS = "the text between them is not read"
         (6, 512, [], f"Windows of 256 tokens lie 512 apart: {GAPS}", "Too few"),
         (6, 256, [], "One stream", GAPS),
         (6, 256, [0], GAPS, "Too few"),
-        (4, None, [], "Too few documents for ranges", "ranges: 95 %"),
+        (4, None, [], FEW, "ranges: 95 %"),
     ],
 )
 def test_notes_on_documents_and_windows(
@@ -231,11 +232,12 @@ def test_notes_and_guide() -> None:
     assert "are read" not in notes
     empty: dict[str, Any] = {"tokens": 0, "nats": 0.0, "weighted": 0.0, "weight": 0.0}
     own = [
-        dataclasses.replace(r, **(empty if r.protocol == "prefix" and r.document > "d3" else {}))
+        dataclasses.replace(r, **(empty if r.document > "d3" and r.length >= least else {}))
         for r in example(CURVES).records
+        for least in [256 if r.protocol == "prefix" else 512]
     ]
     noted = list(dataclasses.replace(example(CURVES), records=own).notes())
-    assert any(note.startswith("prefix: Too few documents for ranges") for note in noted)
+    assert f"prefix, tail at 512 tokens, tail at 1,024 tokens: {FEW}" in " ".join(noted)
     book = dataclasses.replace(example(CURVES), documents=[{"name": "book", "tokens": 5000}])
     assert "2,048 of 5,000 tokens are read, at both ends of each text." in " ".join(book.notes())
     assert "(auto): scale = length / 256" in notes
