@@ -278,14 +278,8 @@ def prepare(
     metadata = {name: run.metadata[name] for name in ("model", "original", "command")}
     parts: dict[str, Measurement[Any, Any]] = {"perplexity": run}
     if suite.tasks:
-        prompts = RetrievalSettings(
-            lengths=settings.lengths,
-            tasks=suite.tasks,
-            depths=suite.depths,
-            samples=suite.samples,
-            seed=options.seed,
-            **sizes,
-        )
+        drawn = {name: getattr(suite, name) for name in ("tasks", "depths", "samples")}
+        prompts = RetrievalSettings(lengths=settings.lengths, seed=options.seed, **drawn, **sizes)
         special, noise = run.special.tolist(), {**metadata, "haystack": {"kind": "noise"}}
         try:
             parts["retrieval"] = RetrievalRun(
