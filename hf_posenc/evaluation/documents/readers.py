@@ -286,9 +286,8 @@ def _text_pieces(path: Path, encoding: str) -> Iterator[str]:
 def _encoding_of(data: bytes) -> str:
     """Return the likely encoding of text that is not UTF-8; empty if nothing is known."""
     if 4 * sum(byte > 127 for byte in data) < len(data):  # the alphabet is Latin
-        return (
-            "latin-1" if {0x81, 0x8D, 0x8F, 0x90, 0x9D} & {*data} else "cp1252"
-        )  # undefined there
+        undefined = {0x81, 0x8D, 0x8F, 0x90, 0x9D}.intersection(data)
+        return "latin-1" if undefined else "cp1252"
     with contextlib.suppress(ImportError):
         from charset_normalizer import from_bytes
 
@@ -335,10 +334,10 @@ class Column:
 
 def _read_jsonl(path: Path, column: Column) -> Iterator[Entry]:
     """Yield a document per line of a file, compressed or not; blank lines are ignored."""
-    name, empty = printable(path), True
+    name, number, empty = printable(path), 0, True
     with _content(path) as file:
-        lines = iter(functools.partial(file.readline, LONGEST + 1), b"")
-        for number, line in enumerate(lines, 1):
+        while line := file.readline(LONGEST + 1):
+            number += 1
             label, complete = f"{name}:{number}", line.endswith(b"\n")
             if not complete and len(line) > LONGEST:
                 while (rest := file.readline(PIECE)) and not rest.endswith(b"\n"):
