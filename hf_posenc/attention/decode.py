@@ -51,8 +51,7 @@ def decode(
     if near is not None:
         near_query, near_key, is_near = near
         tail = scores[..., key.shape[2] - near_key.shape[2] :]
-        near_scores = grouped_scores(near_query, near_key, scaling)
-        tail.copy_(torch.where(is_near, near_scores, tail))
+        tail.copy_(torch.where(is_near, grouped_scores(near_query, near_key, scaling), tail))
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
     if bias is not None:
@@ -173,37 +172,29 @@ def moving(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     """Compute attention over keys of which only the new ones are rotated."""
     m = call.query_position
     query = encoding.scaled(call.query, m)
-    plan, batch = encoding.plan, len(query)
+    plan = encoding.plan
     assert isinstance(plan, MovingPlan)
 
     def read() -> Tensor:
-        lengths = call.lengths
-        if lengths is None:
-            lengths = plan.bucket(m)[:, 0].expand(batch)
-        return lengths.cpu()
+        of_rows = plan.bucket(m)[:, 0].expand(len(query)) if call.lengths is None else call.lengths
+        return of_rows.cpu()
 
     origins = call.mask.decided(("origins", id(encoding.method), encoding.original), read)
     keys = RotatedKeys() if call.rotated is None else call.rotated
-    turned = functools.partial(_moved, call, plan, alike=len({*origins.tolist()}) == 1)
-    key = keys.rotated(call, functools.partial(turned, of_keys=True), origins)
-    query = by_origin(functools.partial(turned, of_keys=False), query, m, origins)
+    turn_query, turn_key = plan.query, plan.key
+    if len({*origins.tolist()}) == 1:
+        turn_query = functools.partial(_moved, call, plan, of_keys=False)
+        turn_key = functools.partial(_moved, call, plan, of_keys=True)
+    key = keys.rotated(call, turn_key, origins)
+    query = by_origin(turn_query, query, m, origins)
     rows = query.shape[2]
     return _decoded(call, query, key, bias=call.mask.added(0, rows), mask=call.mask.rows(0, rows))
 
 
 def _moved(
-    call: Call,
-    plan: MovingPlan,
-    x: Tensor,
-    positions: Tensor,
-    length: Tensor,
-    *,
-    of_keys: bool,
-    alike: bool,
+    call: Call, plan: MovingPlan, x: Tensor, positions: Tensor, length: Tensor, *, of_keys: bool
 ) -> Tensor:
-    """Rotate queries or keys for a length in force; if all rows have it, by tables that all layers share."""
-    if not alike:
-        return (plan.key if of_keys else plan.query)(x, positions, length)
+    """Rotate queries or keys of all rows for one length in force, by tables that all layers share."""
     moved, factor = plan.table(length, x.device)
     if moved is None:
         return x

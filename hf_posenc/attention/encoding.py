@@ -84,11 +84,10 @@ class Encoding:
             PosencError: A method of no family that the engine knows.
         """
         by_seam: dict[str, Any] = {seam_of(method): method for method in methods}
-        method, bias = by_seam.get("attention"), by_seam.get("bias")
+        method, bias, query = (by_seam.get(seam) for seam in ("attention", "bias", "query"))
         if bias is not None and not isinstance(bias, DistanceBias | RelativeKeys):
             raise PosencError(f"{bias.name} has no place in the attention engine.")
         rotates = bias is None or bias.keep_rope
-        query = by_seam.get("query")
         return cls(original, method=method, bias=bias, query=query, rotates=rotates)
 
     def __post_init__(self) -> None:
@@ -145,8 +144,7 @@ class Encoding:
             return query
         if self.own_factor is not None:
             factor = factor / self.own_factor(m)
-        exact = torch.promote_types(query.dtype, torch.float32)
-        factor = factor[:, None, :, None].to(exact)
+        factor = factor[:, None, :, None].to(torch.promote_types(query.dtype, torch.float32))
         if self.query is not None and self.query.trainable:
             assert self.parameters is not None
             factor = factor * self.own(self.parameters["query_scale"])[:, None, None]
@@ -173,8 +171,7 @@ class Encoding:
     @property
     def plain(self) -> bool:
         """True for attention without any method, which reads no positions."""
-        fields = (self.method, self.bias, self.query, self.cached_by)
-        return all(value is None for value in fields)
+        return all(x is None for x in (self.method, self.bias, self.query, self.cached_by))
 
 
 class Branch:

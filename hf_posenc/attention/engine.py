@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from hf_posenc.attention import decode, growing, prefill, windowed
 from hf_posenc.attention.call import Call, outside_autocast, product_dtype
@@ -129,18 +128,16 @@ def backend_of(name: str) -> Backend:
 
 
 def _table() -> tuple[Backend, ...]:
-    """Return the backends to try, in order."""
     return BACKENDS if _forced is None else (backend_of(_forced), backend_of("exact"))
 
 
 def choose(call: Call, encoding: Encoding) -> Backend:
     """Return the first backend that computes a call, and passes its check; of several lengths, the last."""
     call, encoding = growing.last(call, encoding)
-    device = call.query.device
     return next(
         backend
         for backend in _table()
-        if not (_struck and (case_of(backend, call, encoding), device) in _struck)
+        if not (_struck and (case_of(backend, call, encoding), call.query.device) in _struck)
         and backend.accepts(call, encoding)
         and (backend.proven or _passes(backend, call, encoding))
     )
@@ -198,8 +195,7 @@ def _elsewhere(case: Case, device: torch.device) -> str | None:
         return None
     known = verdicts.read(device)
     if case not in known:
-        cases = dict.fromkeys((case, *_likely(case)))
-        new = [each for each in cases if each not in known]
+        new = [each for each in dict.fromkeys((case, *_likely(case))) if each not in known]
         decided: verdicts.Verdicts = {}
         for each, found in isolation.compared(new, device, SECONDS):
             if found is not None and found.decided:
@@ -236,16 +232,11 @@ def attend(call: Call, encoding: Encoding) -> Result:
         if call.beside is not None or is_exporting() or is_transformed():
             return exact(call, encoding)
         if growing.accepts(call, encoding):
-            return _by_length(call, encoding), None
+            out = call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1])
+            for rows, queries, piece, fixed in growing.calls(call, encoding):
+                out[rows, :, queries] = choose(piece, fixed).run(piece, fixed)[0]
+            return out, None
         return choose(call, encoding).run(call, encoding)
-
-
-def _by_length(call: Call, encoding: Encoding) -> Tensor:
-    """Compute bands that follow the length, a call for each length in force."""
-    out = call.value.new_zeros(*call.query.shape[:3], call.value.shape[-1])
-    for rows, queries, piece, fixed in growing.calls(call, encoding):
-        out[rows, :, queries] = choose(piece, fixed).run(piece, fixed)[0]
-    return out
 
 
 def _extra() -> tuple[Backend, ...]:

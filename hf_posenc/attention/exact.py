@@ -33,10 +33,9 @@ def exact(call: Call, encoding: Encoding) -> tuple[Tensor, Tensor | None]:
     if is_exporting():
         _check_exported(call, encoding)
     # Each row has keys of its own, where a row decides; `len` would fix the batch size of an exported graph.
-    several = not plan.shares_keys and (
+    if not plan.shares_keys and (
         len(call.query_position) > 1 or (call.lengths is not None and len(call.lengths) > 1)
-    )
-    if several:
+    ):
         rows = [exact(call.of_row(row), encoding) for row in range(len(call.query))]
         weights = [weight for _, weight in rows if weight is not None]
         return torch.cat([out for out, _ in rows]), torch.cat(weights) if weights else None
@@ -202,8 +201,7 @@ def score_bias(
         span = constant + 1
         distance = distance.clamp(max=constant)
     every = torch.arange(span, device=query.device, dtype=dtype)
-    head_dim = query.shape[-1]
-    relative = encoding.own(method.relative(every, encoding.all_heads, head_dim, parameters))
+    relative = encoding.own(method.relative(every, encoding.all_heads, query.shape[-1], parameters))
     # The embeddings meet the query as it was before the rotation and its factor; u is turned as the query is.
     rotation = encoding.rotation if encoding.rotates else None
     unrotated = query.to(dtype)

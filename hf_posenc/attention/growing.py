@@ -64,8 +64,7 @@ def last(call: Call, encoding: Encoding) -> tuple[Call, Encoding]:
 def _stretches(call: Call, plan: GrowingPlan) -> Iterator[_Stretch]:
     batch, queries, keys = len(call.query), call.query.shape[2], call.key.shape[2]
     lengths = None if call.lengths is None else call.lengths.cpu()
-    alike = lengths is None or bool((lengths == lengths[0]).all())
-    together = alike and call.count_up(False)
+    together = (lengths is None or bool((lengths == lengths[0]).all())) and call.count_up(False)
     for run in call.runs() or ():
         (first, _, _), (start, _, _) = run.keys.indices(keys), run.queries.indices(queries)
         each = [slice(row, row + 1) for row in range(batch)[run.batch]]

@@ -72,11 +72,9 @@ def _one(call: Call, encoding: Encoding, run: Run) -> Tensor:
         for size in plan.bucket(m[0]).unique_consecutive(return_counts=True)[1].tolist():
             rows, seen = slice(start, start + size), slice(offset + start + size)
             origin = plan.origin(m[:, rows], lengths)
-            pair = (
-                plan.query(query[:, :, rows], m[:, rows], origin),
-                plan.key(key[:, :, seen], n[:, seen], origin),
-            )
-            outs.append(causal(*pair, value[:, :, seen], scaling, offset=offset + start))
+            own = plan.query(query[:, :, rows], m[:, rows], origin)
+            read = plan.key(key[:, :, seen], n[:, seen], origin)
+            outs.append(causal(own, read, value[:, :, seen], scaling, offset=offset + start))
             start += size
         return torch.cat(outs, 2)
     origin = n.new_zeros(())
@@ -155,15 +153,9 @@ def two_bands(
         mask = _band_mask(min(block, rows - start), window, value)
         for first in range(start, rows, block):
             end = min(rows, first + block)
-            count = end - first
-            parts.append(
-                Part(
-                    (first, end),
-                    (offset + first - window, offset + end),
-                    mask=mask[:count, : window + count],
-                    merge=bool(far_parts),
-                )
-            )
+            near_keys = offset + first - window, offset + end
+            own_mask = mask[: end - first, : window + end - first]
+            parts.append(Part((first, end), near_keys, mask=own_mask, merge=bool(far_parts)))
     return attend_parts(parts, (near[0], far[0]), keys, value, scaling)
 
 
@@ -184,8 +176,7 @@ def three_chunks(
     parts: list[Part] = []
     for part in windowed.three_chunks(queries[0].shape[2], offset, chunk).values():
         if part.causal:  # aligned to the bottom right
-            (first, end), (least, stop) = part.rows, part.keys
-            parts += _causal_parts((first, end), least, stop - (end - first))
+            parts += _causal_parts(part.rows, part.keys[0], part.keys[1] - part.length[0])
         else:
             parts.append(replace(part, merge=True))
     return attend_parts(parts, queries, (key,), value, scaling)
@@ -224,7 +215,5 @@ def _band_mask(rows: int, window: int, like: Tensor) -> Tensor:
     row = torch.arange(rows, device=like.device)[:, None]
     column = torch.arange(rows + window, device=like.device)
     hidden = (column <= row) | (column > row + window)
-    mask = torch.zeros(
-        rows, rows + window, dtype=accumulation_dtype(like.dtype), device=like.device
-    )
+    mask = torch.zeros(hidden.shape, dtype=accumulation_dtype(like.dtype), device=like.device)
     return mask.masked_fill_(hidden, -torch.inf)

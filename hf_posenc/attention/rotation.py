@@ -163,8 +163,7 @@ class Rotation:
     def joined(self, x: Tensor, first: Tensor, second: Tensor) -> Tensor:
         """Return x with other pairs; the features that are not rotated stay."""
         layout = self.layout
-        together = torch.stack((first, second), -1 if layout.interleaved else -2)
-        rotated = together.flatten(-2)
+        rotated = torch.stack((first, second), -1 if layout.interleaved else -2).flatten(-2)
         if (weight := self.weight(rotated)) is not None:
             rotated = rotated * weight
         rotated = rotated.to(x.dtype)

@@ -92,8 +92,7 @@ def attend(
     parts = [replace(part, first_key=ends[part.key][0]) for part in parts]
     query = encoding.scaled(call.query, call.query_position)
     queries, keys = (map(_in_a_row, each) for each in branched(call, encoding, query, ends, turned))
-    value = _in_a_row(call.value)
-    out = compute(parts, [*queries], [*keys], value)
+    out = compute(parts, [*queries], [*keys], _in_a_row(call.value))
     return out.unflatten(2, (batch, rows))[0].transpose(0, 1), None
 
 
@@ -180,8 +179,7 @@ def _placed(place: Place, encoding: Encoding) -> tuple[Place, Rectangles]:
         return place, three_chunks(rows, offset, first.chunk)
     if first.below is None:
         return place, causal(rows, offset)
-    far_keys = 0 if first is last else last.keys
-    return place, two_bands(rows, offset, first.below, far_keys=far_keys)
+    return place, two_bands(rows, offset, first.below, far_keys=0 if first is last else last.keys)
 
 
 def causal(rows: int, offset: int) -> Rectangles:

@@ -114,10 +114,9 @@ def parameter(field: dataclasses.Field[Any], hint: Any, text: str) -> inspect.Pa
     name = flag.name or field.name
     kind = flag.kind or (str | None if flag.parse else hint)
     parts = (kind, *get_args(kind))
-    many = any(get_origin(part) is Sequence for part in parts)
     default = field.default if flag.value is ... else flag.value
     metavar = flag.metavar or next((_METAVARS[part] for part in parts if part in _METAVARS), None)
-    if many:
+    if any(get_origin(part) is Sequence for part in parts):
         kind, default = list[str] | None, None
     if flag.argument:
         info = typer.Argument(metavar=metavar, help=text)
@@ -331,8 +330,7 @@ class OneLineErrors(TyperGroup):
     def invoke(self, ctx: Any) -> Any:
         try:
             arguments = ctx.meta[ARGUMENTS]
-            command = self.get_command(ctx, arguments[0]) if arguments else None
-            check_arguments(arguments, command)
+            check_arguments(arguments, self.get_command(ctx, arguments[0]) if arguments else None)
             with one_line_warnings():
                 return super().invoke(ctx)
         except PosencError as error:

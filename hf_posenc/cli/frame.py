@@ -47,8 +47,6 @@ from hf_posenc.files import disk_errors, finite
 from hf_posenc.gguf_file import find_gguf, read_header
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from hf_posenc.evaluation.documents import Skipped
     from hf_posenc.evaluation.grid import Result
     from hf_posenc.evaluation.measuring.execute import Progress
@@ -459,11 +457,10 @@ def _cost(run: PerplexityRun | RetrievalRun, items: list[Any]) -> dict[str, Any]
     attention: ChainMap[str, bool] = ChainMap()
     by_lengths = itertools.groupby(items, key=lambda each: getattr(each, "lengths", (each.length,)))
     for lengths, group in by_lengths:
-        windows = [window for item in group for window in _windows(item)]
         with candidate.applied(run.model, lengths[-1]):
             cost = run_cost(
                 run.model,
-                windows,
+                [window for item in group for window in _windows(item)],
                 batch=getattr(settings, "batch", 1),
                 chunk=settings.chunk,
                 prefill_chunk=prefill,

@@ -73,7 +73,6 @@ def show(
     ],
 ) -> None:
     """Show a method: its equation, knobs with their defaults, source, and what it needs."""
-    from hf_posenc.evaluation.grid import Grid
 
     def plain(text: str) -> str:
         return text.replace("`", "")  # marks of code
@@ -89,17 +88,15 @@ def show(
     print_items(f"{method.name}{also}", style="bold")
     print_items(*(f"\n{plain(paragraph)}" for paragraph in paragraphs))
     if rows:
-        grid = Grid.of("", "knob", "default", "what it is")
-        for knob, default, meaning in rows:
-            grid.row(knob, default, plain(meaning))
-        print_items(grid)
+        shown = ((knob, default, plain(meaning)) for knob, default, meaning in rows)
+        print_items(_grid(("knob", "default", "what it is"), *shown))
     print_items(*(f"{label}: {fact}" for label, fact in facts(method).items() if label != "Also"))
     required = [knob for knob, value in method.knobs().items() if value is dataclasses.MISSING]
     example = f"{method.name}:scale=8" if "scale" in required else method.name
     trial = f"hf-posenc perplexity --patch none --patch {example}"
     if set(required) - {"scale"}:  # such as lists, which the short form of --patch cannot express
-        shown = ", ".join(f"{knob}=..." for knob in required if knob != "scale")
-        trial = f"patch_model(model, {method.name!r}, {shown})"
+        others = ", ".join(f"{knob}=..." for knob in required if knob != "scale")
+        trial = f"patch_model(model, {method.name!r}, {others})"
     elif not method.for_rotary:  # the embedded model has a rotary embedding
         trial = f"patch_model(model, {method.name!r}, scale=8)"
     print_items(f"Try: {trial}")
@@ -334,9 +331,7 @@ def inspect(checkpoint: CheckpointOptions, options: InspectOptions) -> None:
         if positions is None:
             raise
         rotary = EffectiveTables()
-    scaling = None
-    if candidate is None and rotary:
-        scaling = _scaling_of(live)
+    scaling = _scaling_of(live) if candidate is None and rotary else None
     header = None if gguf is None else read_header(gguf)
     about = {
         "model": type(live).__name__,

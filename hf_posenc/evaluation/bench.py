@@ -149,10 +149,8 @@ def suite_lengths(suite: Suite, original: int | None, target: int | None = None)
             "--lengths to measure short texts."
         )
     last = original * suite.reach if target is None else target
-    doublings = [original]
-    while doublings[-1] * 2 < last:
-        doublings.append(doublings[-1] * 2)
-    every = [length for length in doublings if length < last] + [last]
+    doublings = (original << number for number in itertools.count())
+    every = [*itertools.takewhile(lambda length: length < last, doublings), last]
     count = len(every) if suite.lengths is None else min(suite.lengths, len(every))
     step = (len(every) - 1) / max(1, count - 1)
     return tuple(every[len(every) - 1 - round(index * step)] for index in reversed(range(count)))
@@ -278,14 +276,8 @@ def prepare(
     metadata = {name: run.metadata[name] for name in ("model", "original", "command")}
     parts: dict[str, Measurement[Any, Any]] = {"perplexity": run}
     if suite.tasks:
-        prompts = RetrievalSettings(
-            lengths=settings.lengths,
-            tasks=suite.tasks,
-            depths=suite.depths,
-            samples=suite.samples,
-            seed=options.seed,
-            **sizes,
-        )
+        drawn = {name: getattr(suite, name) for name in ("tasks", "depths", "samples")}
+        prompts = RetrievalSettings(lengths=settings.lengths, seed=options.seed, **drawn, **sizes)
         special, noise = run.special.tolist(), {**metadata, "haystack": {"kind": "noise"}}
         try:
             parts["retrieval"] = RetrievalRun(

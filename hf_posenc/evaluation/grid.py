@@ -157,9 +157,8 @@ def number_range(interval: tuple[float, float], digits: int = 4) -> str:
 
 def percent(share: float) -> str:
     """Format a share in whole percent; with one more digit where it would read 0 or 100 and is not."""
-    if 0 < share < 0.005 or 0.995 <= share < 1:
-        return f"{share:.1%}"
-    return f"{share:.0%}"
+    digits = int(0 < share < 0.005 or 0.995 <= share < 1)
+    return f"{share:.{digits}%}"
 
 
 def percent_range(interval: tuple[float, float]) -> str:
@@ -184,8 +183,7 @@ def listed(lengths: Iterable[int]) -> str:
 
 def auto_scale_note(candidates: Iterable[Any]) -> Iterator[str]:
     """Yield the explanation of `(auto)`, if any of the `MethodEntry` has an automatic scale."""
-    auto = next((entry for entry in candidates if entry.auto_scale), None)
-    if auto is not None:
+    if (auto := next((entry for entry in candidates if entry.auto_scale), None)) is not None:
         yield f"(auto): scale = length / {auto.original:,}, the original length, set anew at every length."
 
 
@@ -281,9 +279,7 @@ def markdown_table(
 
 def escaped(text: str) -> str:
     """Escape what Markdown would interpret in running text (underscores within words are literal)."""
-    for letter in "\\*|<>`":
-        text = text.replace(letter, f"\\{letter}")
-    return text
+    return text.translate({ord(letter): f"\\{letter}" for letter in "\\*|<>`"})
 
 
 def to_notebook(grids: Iterable[Grid], lines: Iterable[str], width: int = 160) -> str:
@@ -571,8 +567,7 @@ class MethodsResult(Result, Generic[CellT]):
             key = {"method": entry.label, self.condition: name, "length": length}
             key["scale"] = entry.scale_at(length)
             if not (cells := self.cells_of(entry.label, name, length)):
-                reason = self.failure(entry.label, name, length)
-                yield {**key, "status": reason or self.nothing}
+                yield {**key, "status": self.failure(entry.label, name, length) or self.nothing}
             for cell in cells:
                 values = dataclasses.asdict(cell)
                 for column, interval in self.intervals:

@@ -74,8 +74,7 @@ def quiet_transformers() -> None:
 def check_name(name: str, revision: str | None = None, *, given: str = "model") -> str:
     """Return the name of a model; raise if it is no folder, no GGUF file and not on the hub, after one request."""
     path = Path(name).expanduser()
-    file = find_gguf(path)
-    if path.is_dir() or file is not None:
+    if path.is_dir() or find_gguf(path) is not None:
         if revision is not None:
             kind = "folder" if path.is_dir() else "file"
             raise PosencError(

@@ -35,7 +35,6 @@ BASELINE = "#222222"
 CONTROL_COLOUR = "#888888"
 REMARK = "#666666"
 GRID = "#e6e6e6"
-CONTROL = TRUNCATION
 MARKERS = "osD^vP*X<>"
 MARKED = {"markersize": 4.5, "markeredgecolor": "white", "markeredgewidth": 0.5, "linewidth": 1.3}
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.5)))
@@ -75,7 +74,7 @@ def looks(candidates: Sequence[Any]) -> Iterator[tuple[Any, dict[str, Any]]]:
     seen: dict[str, int] = {}
     for index, candidate in enumerate(candidates):
         look: dict[str, Any] = {"color": BASELINE, "linestyle": "-"}
-        if candidate.method == CONTROL:
+        if candidate.method == TRUNCATION:
             look["color"] = CONTROL_COLOUR
         elif candidate.method is not None:
             name = candidate.method.removeprefix("dynamic_")
@@ -217,9 +216,8 @@ def write_figure(drawn: Figure, *paths: Path) -> None:
         kind = path.suffix.removeprefix(".")
         how: dict[str, Any] = {"metadata": {"Date": None} if kind == "svg" else None, "dpi": 200}
         with mpl.rc_context(STYLE):
-            replace_atomically(
-                path, partial(drawn.savefig, format=kind, bbox_inches="tight", **how)
-            )
+            save = partial(drawn.savefig, format=kind, bbox_inches="tight", **how)
+            replace_atomically(path, save)
 
 
 # Figures of perplexity.
@@ -502,8 +500,7 @@ def search_figure(
         for colour, (name, values) in zip(colours, starts.items(), strict=False):
             factors.plot(values, color=colour, linewidth=1.1, label=name)
         if best is not None:
-            look: dict[str, Any] = {"marker": "o", "markersize": 3, "linewidth": 1.4}
-            factors.plot(best, color=COLOURS[1], label="search", **look)
+            factors.plot(best, "o-", color=COLOURS[1], label="search", markersize=3, linewidth=1.4)
         factors.set_xlabel("pair of features, from the fastest")
         factors.set_ylabel("divisor of its frequency")
         factors.legend(frameon=False, fontsize=7.5)

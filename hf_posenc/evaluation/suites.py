@@ -18,8 +18,8 @@ class Suite:
     reach: int  # the longest length, as a multiple of the trained one
     lengths: int | None  # number of lengths up to there, both ends included; `None`: every doubling
     tasks: tuple[str, ...]
-    samples: int  # at every length and depth
-    rounds: int  # number of times that the prefill of every method is timed
+    samples: int = 2  # at every length and depth
+    rounds: int = 3  # number of times that the prefill of every method is timed
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -34,7 +34,6 @@ SUITES = {
         tasks=("passkey",),
         depths=(0.0, 0.5, 1.0),
         samples=1,
-        rounds=3,
     ),
     # a first table; minutes on one GPU
     "quick": Suite(
@@ -43,8 +42,6 @@ SUITES = {
         reach=4,
         lengths=3,
         tasks=("passkey", "niah_single_1"),
-        samples=2,
-        rounds=3,
     ),
     # an entry of docs/evidence.md, with its texts; minutes on a GPU, a night on a CPU
     "evidence": Suite(
@@ -56,8 +53,6 @@ SUITES = {
         reach=4,
         lengths=3,
         tasks=("passkey", "niah_multikey_2", "vt"),
-        samples=2,
-        rounds=3,
     ),
     # a table to publish; hours, on several processes if possible
     "full": Suite(
@@ -79,10 +74,9 @@ GPU = "gpu"
 def get_suite(name: str) -> Suite:
     """Return the suite of this name; refuse an unknown one."""
     if name == GPU:
-        problem = (
+        raise PosencError(
             "The suite gpu takes no model and no documents: use device.run.GpuRun(options).run()."
         )
-        raise PosencError(problem)
     if name not in SUITES:
         raise unknown("suite", name, (*SUITES, GPU))
     return SUITES[name]

@@ -290,8 +290,7 @@ def posenc_attention(
     if layer.request is not None:
         lengths = forward.lengths.get(layer.request)
         if lengths is None:
-            longest = (query_position.amax(-1) + 1).clamp(min=layer.request[1])
-            lengths = longest.expand(len(query))
+            lengths = (query_position.amax(-1) + 1).clamp(min=layer.request[1]).expand(len(query))
     if layer.turn is not None:
         query, key = layer.turn(query, key, query_position, key_position)
     mask = mask if indices is None else ChosenMask(mask, indices, keys)
@@ -475,12 +474,7 @@ class _Named:
 
 
 def _recorded(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Any,
-    kwargs: Mapping[str, Any],
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
 ) -> tuple[Tensor, None]:
     later, queries, groups = None, query.shape[2], query.shape[1] // value.shape[1]
     adds = isinstance(mask, Tensor) and mask.is_floating_point()
@@ -540,5 +534,4 @@ def _key_position(query_position: Tensor, mask: Mask, keys: int) -> Tensor:
     visible = mask.seen()
     if visible is None:
         return last - torch.arange(keys - 1, -1, -1, device=last.device)
-    after = visible.flip(-1).cumsum(-1).flip(-1) - visible.long()
-    return last - after
+    return last - (visible.flip(-1).cumsum(-1).flip(-1) - visible.long())

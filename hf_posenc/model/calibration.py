@@ -103,9 +103,8 @@ def _numbers(config: Any, low: int, high: int, name: str = "") -> list[int]:
 def trial_tokens(model: Any) -> Tensor:
     """Return a few different token ids, shape (1, tokens), on the device of the embedding."""
     count = min(100, model.config.get_text_config(decoder=True).vocab_size)
-    ids = torch.arange(TOKENS) * 13 % max(1, count - 3) + 3
-    on_device: Tensor = ids[None].to(execution_device(model))
-    return on_device
+    ids: Tensor = torch.arange(TOKENS) * 13 % max(1, count - 3) + 3
+    return ids[None].to(execution_device(model))
 
 
 def run(owner: Any, text: Tensor | Inputs) -> Tensor:
@@ -446,10 +445,9 @@ def _norms(module: nn.Module, features: int) -> list[nn.Module]:
     """Return the parts of an attention module that may be norms with a weight for each feature of a head."""
     parts = ((part, part._parameters.get("weight")) for part in module.modules())
     weighted = (part for part, weight in parts if isinstance(weight, nn.Parameter))
-    shaped = ((part, stored(part, "weight")) for part in weighted)
     return [
         part
-        for part, weight in shaped
+        for part, weight in ((part, stored(part, "weight")) for part in weighted)
         if weight.shape == (features,) and all(bool(held.all()) for held in plain_parts(weight))
     ]
 

@@ -121,8 +121,7 @@ def _scaling(table: RotaryTable) -> tuple[str, Mapping[str, Any]]:
     """Return the type and the parameters of the scaling that a checkpoint has, in this table or another; `""`: none."""
     if table.scaled:
         return table.rope_type, table.parameters
-    every = getattr(table.config, "rope_parameters", None) or {}
-    for entry in every.values():
+    for entry in (getattr(table.config, "rope_parameters", None) or {}).values():
         if isinstance(entry, Mapping) and is_scaled(str(entry.get("rope_type")), entry):
             return str(entry["rope_type"]), entry
     return "", table.parameters

@@ -31,8 +31,7 @@ _TensorT = TypeVar("_TensorT", bound=Tensor)
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
     """Return the arguments of a module's forward by their names."""
-    names = inspect.signature(module.forward).parameters
-    return {**dict(zip(names, args, strict=False)), **kwargs}
+    return {**dict(zip(inspect.signature(module.forward).parameters, args, strict=False)), **kwargs}
 
 
 CACHES = ("cache", "past_key_values")

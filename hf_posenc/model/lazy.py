@@ -181,8 +181,7 @@ def _filled(values: Any, hidden: Any, number: Any) -> Any:
         return NotImplemented
     if not isinstance(number, int | float) or number > torch.finfo(values.dtype).min / 2:
         return NotImplemented
-    size = torch.broadcast_shapes(values.shape, hidden.shape)
-    like = size, values.dtype, values.device
+    like = torch.broadcast_shapes(values.shape, hidden.shape), values.dtype, values.device
     return UnwrittenMask.of(
         hidden.handle, lambda: values.masked_fill(hidden.computed(), number), like, values
     )
@@ -208,11 +207,9 @@ def is_nothing(value: Tensor) -> bool:
         return value.written is None
     if isinstance(value, LazyTensor) or value.device.type == "meta":
         return False
-    scalar = _scalars.get((value.device, value.dtype))
-    return (
-        scalar is not None
-        and scalar.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-    )
+    if (scalar := _scalars.get((value.device, value.dtype))) is None:
+        return False
+    return scalar.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
 
 class UnwrittenZeros(Unwritten):

@@ -57,14 +57,9 @@ class LazyMask(Mask):
     @classmethod
     def of_window(cls, queries: int, keys: int, window: int, device: torch.device) -> LazyMask:
         """Return the mask of the last queries of a text, each of which sees the latest keys in a window."""
-        sizes = {
-            "batch_size": 1,
-            "q_length": queries,
-            "kv_length": keys,
-            "q_offset": keys - queries,
-        }
         function = masking_utils.sliding_window_causal_mask_function(window)
-        return cls(sizes | {"mask_function": function, "device": device})
+        of_queries = {"batch_size": 1, "q_length": queries, "q_offset": keys - queries}
+        return cls(of_queries | {"kv_length": keys, "mask_function": function, "device": device})
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -179,7 +174,6 @@ class Handle(LazyTensor):
 
     @classmethod
     def of(cls, mask: LazyMask) -> Handle:
-        """Return the handle of a mask."""
         batch, queries, keys = mask.shape
         device = torch.device(mask.arguments.get("device", "cpu"))
         handle: Handle = cls.outline(cls, (batch, 1, queries, keys), HANDLE, device)

@@ -189,8 +189,7 @@ class DecoderWatch(Entering):
         if len(args) > 1:
             args, kwargs = (), named_arguments(module, args, kwargs)
         inputs, mask = text_of(args, kwargs), kwargs.get("attention_mask")
-        caches = output if isinstance(output, tuple) else (cache_of(output),)
-        for cache in map(_own_part, caches):
+        for cache in map(_own_part, output if isinstance(output, tuple) else (cache_of(output),)):
             if not hasattr(cache, "get_seq_length"):
                 continue
             setattr(cache, _FILLED, self.filled_by)
@@ -373,8 +372,7 @@ def _refuse_gaps(cache: Any, seen: int, positions: Tensor, mask: Any) -> None:
         shown = torch.cat((first_shown, shown), 1)
     steps = _steps(positions, shown)
     setattr(cache, _LAST, (seen + queries, new[:, -1:].clone(), shown[:, -1:]))
-    gaps = (steps > 1) | (positions.diff(dim=1) > 1)  # of padding too
-    if not bool(gaps.any()):
+    if not bool(((steps > 1) | (positions.diff(dim=1) > 1)).any()):  # of padding too
         unknown = int(seen and not known)  # the first step
         if told is None or not bool((steps[:, unknown:] < 1).any()):
             return

@@ -50,9 +50,8 @@ class Sample:
 
     def everywhere(self, model: nn.Module, places: Iterable[str]) -> tuple[str, ...]:
         """Return paths in blocks that stand for others, and the same ones in those."""
-        order = {
-            module: (number, path) for number, (path, module) in enumerate(model.named_modules())
-        }
+        numbered = enumerate(model.named_modules())
+        order = {module: (number, path) for number, (path, module) in numbered}
         found: dict[str, int] = {}
         for place in places:
             found.setdefault(place, -1)
@@ -125,10 +124,8 @@ def _random(tensor: Tensor, seed: int) -> Tensor:
         return torch.zeros(shape)
     if len(shape) < 2:  # the weight of a norm, for one
         return 1 + 0.1 * torch.rand(shape, generator=generator)
-    values: Tensor = (
-        torch.randn(min(tensor.numel(), _PERIOD), generator=generator) * shape[-1] ** -0.5
-    )
-    values = values.to(tensor.dtype)
+    values: Tensor = torch.randn(min(tensor.numel(), _PERIOD), generator=generator)
+    values = (values * shape[-1] ** -0.5).to(tensor.dtype)
     if len(shape) == 2 and shape[0] > _ROWS:  # an embedding: rows that overlap
         count = shape[0] + shape[1]
         return values.repeat(-(-count // len(values)))[:count].as_strided(shape, (1, 1))
@@ -268,6 +265,4 @@ def _with_text(output: Any, hidden: Tensor) -> Any:
     if isinstance(output, Tensor):
         return hidden
     place = next(index for index, value in enumerate(output) if _text(value) is not None)
-    values = [*output]
-    values[place] = hidden
-    return type(output)(values)
+    return type(output)([*output[:place], hidden, *output[place + 1 :]])

@@ -162,8 +162,7 @@ def _norms(calls: Sequence[Recorded]) -> Tensor:
 
 def _alike(ratio: Tensor, axis: int, tolerance: float) -> bool:
     most = ratio.amax(axis)
-    same: Tensor = (most - ratio.amin(axis) <= tolerance * most).all()
-    return bool(same)
+    return bool((most - ratio.amin(axis) <= tolerance * most).all())
 
 
 def _candidates(config: Any, ratio: float) -> Iterator[OwnTemperature]:

@@ -134,12 +134,10 @@ def swapped(values: dict[str, Any], key: str, value: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def hooked(handles: Iterable[RemovableHandle]) -> Iterator[None]:
     """Remove hooks at the end of a block."""
-    registered = [*handles]
-    try:
+    with contextlib.ExitStack() as stack:
+        for handle in handles:
+            stack.callback(handle.remove)
         yield
-    finally:
-        for handle in registered:
-            handle.remove()
 
 
 def owner_of(model: nn.Module, place: str) -> Any:

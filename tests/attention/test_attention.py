@@ -137,8 +137,7 @@ def test_kernels_run_where_they_can(name: str, path: str | None, used: list[str]
     used.clear()
     zoo.logits(model, zoo.tokens(70))
     expected = {"exact"} if name in GENERAL_ONLY else {EmulatedFlash.name if path else "prefill"}
-    own_attention = CASES[name].method in ("log_n", "temperature")
-    assert set(used) == (set() if own_attention else expected)
+    assert set(used) == (set() if CASES[name].method in ("log_n", "temperature") else expected)
 
 
 HEADS = {"MHA": (4, 4), "MQA": (4, 1), "six_heads": (6, 3)}
@@ -270,8 +269,7 @@ def test_tokens_that_the_mask_hides_count_nowhere(name: str, path: str) -> None:
     ids = zoo.tokens(40, batch=2, seed=4)
     mask = torch.ones_like(ids)
     mask[1, 13:19] = 0
-    text = torch.cat((ids[1:, :13], ids[1:, 19:]), 1)
-    full = zoo.logits(model, text)
+    full = zoo.logits(model, torch.cat((ids[1:, :13], ids[1:, 19:]), 1))
     stepped = in_steps(model, ids, [19] + [1] * 21, attention_mask=mask)
     for got in (zoo.logits(model, ids, attention_mask=mask), stepped):
         assert_close(torch.cat((got[1:, :13], got[1:, 19:]), 1), full)

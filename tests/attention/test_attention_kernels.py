@@ -213,12 +213,8 @@ def test_a_penalty_leaves_out_far_keys_without_a_visible_error(monkeypatch: Any)
 def test_a_gradient_without_memory_of_its_own(name: str) -> None:
     """`out.sum().backward()` hands over one number, expanded."""
     kernel, naive, inputs = CASES[name](EXAMPLE)
-    for mine, theirs in zip(
-        torch.autograd.grad(kernel(*inputs).sum(), inputs),
-        torch.autograd.grad(naive(*inputs).sum(), inputs),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    mine, theirs = (torch.autograd.grad(run(*inputs).sum(), inputs) for run in (kernel, naive))
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
 # The decode kernel, row by row
@@ -242,17 +238,13 @@ def _naive_decode(
 
 @given(SIZES.filter(lambda sizes: sizes.known > 3), st.integers(1, 4), st.data())
 def test_decode(sizes: Sizes, rows: int, data: st.DataObject) -> None:
-    wanted = {
-        name: data.draw(st.booleans(), name) for name in ("near", "bias", "mask", "cap", "sinks")
-    }
+    names = ("near", "bias", "mask", "softcap", "sinks")
+    wanted = {name: data.draw(st.booleans(), name) for name in names}
     width = data.draw(st.integers(1, sizes.known), "width")
     batch = data.draw(st.sampled_from([1, sizes.batch]), "mask rows")
     q, q_near = (leaf(sizes.batch, sizes.heads, rows, sizes.features) for _ in range(2))
-    k, v, tail = (
-        sizes.key(),
-        sizes.value(),
-        leaf(sizes.batch, sizes.key_heads, width, sizes.features),
-    )
+    k, v = sizes.key(), sizes.value()
+    tail = leaf(sizes.batch, sizes.key_heads, width, sizes.features)
     bias = torch.randn(1, sizes.heads, rows, sizes.known, dtype=torch.float64, requires_grad=True)
     sinks = torch.randn(sizes.heads, dtype=torch.float64, requires_grad=True)
     is_near = torch.rand(batch, 1, rows, width) < 0.6
@@ -261,17 +253,10 @@ def test_decode(sizes: Sizes, rows: int, data: st.DataObject) -> None:
 
     def kernel(*inputs: Tensor) -> Tensor:
         q, q_near, k, tail, v, bias, sinks = inputs
-        out, weights = decode(
-            q,
-            k,
-            v,
-            SCALING,
-            near=(q_near, tail, is_near) if wanted["near"] else None,
-            bias=bias if wanted["bias"] else None,
-            mask=mask if wanted["mask"] else None,
-            softcap=2.0 if wanted["cap"] else None,
-            sinks=sinks if wanted["sinks"] else None,
-        )
+        given: dict[str, Any] = {"near": (q_near, tail, is_near), "bias": bias, "mask": mask}
+        given |= {"softcap": 2.0, "sinks": sinks}
+        chosen = {name: value for name, value in given.items() if wanted[name]}
+        out, weights = decode(q, k, v, SCALING, **chosen)
         return torch.cat((out, weights.to(out.dtype)), -1)
 
     def naive(*inputs: Tensor) -> Tensor:
@@ -280,7 +265,7 @@ def test_decode(sizes: Sizes, rows: int, data: st.DataObject) -> None:
         if wanted["near"]:
             last = torch.where(is_near, scores_of(q_near, tail), scores[..., -width:])
             scores = torch.cat((scores[..., :-width], last), -1)
-        scores = 2.0 * (scores / 2.0).tanh() if wanted["cap"] else scores
+        scores = 2.0 * (scores / 2.0).tanh() if wanted["softcap"] else scores
         scores = scores + bias if wanted["bias"] else scores
         seen = mask if wanted["mask"] else torch.ones_like(mask)
         return torch.cat(_naive_decode(scores, v, seen, sinks if wanted["sinks"] else None), -1)
@@ -369,10 +354,9 @@ class Written(Mask):
         offset, whole = KEYS - positions.shape[1], slice(None)
         if not any(self.padding):
             return (Run(whole, whole, whole, offset),)
-        rows = enumerate(self.padding)
         return tuple(
             Run(slice(row, row + 1), whole, slice(count, None), offset - count)
-            for row, count in rows
+            for row, count in enumerate(self.padding)
         )
 
 
@@ -451,8 +435,7 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
     for norm in norms:
         nn.init.uniform_(norm.weight, 0.5, 1.5)
     of_query, of_key = (norm.weight.detach().double() for norm in norms)
-    of_keys = Rotation(native, layout, norm=norms[1])
-    turn = Rotation(native, layout, norm=norms[0], keys=of_keys)
+    turn = Rotation(native, layout, norm=norms[0], keys=Rotation(native, layout, norm=norms[1]))
     encoding = Encoding(ORIGINAL, 4, turn, DynamicYaRN(update="request"), query=LogN(), spec=spec)
     sizes = ((4, queries), (2, KEYS), (2, KEYS))
     q, k, v = (torch.randn(2, h, n, FEATURES).double() for h, n in sizes)
@@ -536,13 +519,8 @@ def test_each_process_computes_its_own_heads(name: str, backend: str, monkeypatc
     parts = ((slice(0, 2), slice(1)), (slice(2, 4), slice(1, 2)))
     for number, (heads, key_head) in enumerate(parts):
         key, value = call.key[:, key_head], call.value[:, key_head]
-        own = replace(
-            call,
-            query=call.query[:, heads],
-            key=key,
-            value=value,
-            mask=CausalMask(5, KEYS, key.device),
-        )
+        part: dict[str, Any] = {"query": call.query[:, heads], "key": key, "value": value}
+        own = replace(call, **part, mask=CausalMask(5, KEYS, key.device))
         with engine.forced(backend):
             got = engine.attend(own, replace(encoding, heads=2, share=(number, 2)))[0]
         torch.testing.assert_close(got, whole[:, heads], rtol=0, atol=1e-6)

@@ -146,8 +146,7 @@ def test_a_factor_on_queries_is_not_rounded(dtype: torch.dtype) -> None:
 def rounded(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """Attention whose products are halves, converted as a whole: the same without the precision."""
     scores = softmax.folded(query, key.shape[1]) @ key.transpose(-1, -2)
-    weights = scores.float().mul_(SCALING).softmax(-1)
-    return (weights.to(value.dtype) @ value).view(query.shape)
+    return (scores.float().mul_(SCALING).softmax(-1).to(value.dtype) @ value).view(query.shape)
 
 
 def precise(query: Tensor, key: Tensor, value: Tensor) -> Tensor:

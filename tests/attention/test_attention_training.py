@@ -178,10 +178,7 @@ def test_gradient_checkpointing_gives_the_same_gradients(
     want = both()
     for reentrant in (False, True):
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        found = both()
-        assert set(found) == set(want)
-        for key, value in want.items():
-            torch.testing.assert_close(found[key], value, rtol=1e-4, atol=1e-6, msg=key)
+        torch.testing.assert_close(both(), want, rtol=1e-4, atol=1e-6)
         model.gradient_checkpointing_disable()
 
 
@@ -261,10 +258,8 @@ def test_shared_parameters_are_saved_once_copied_and_dropped(
 def test_an_encoder_and_a_decoder_share_apart() -> None:
     """Each has a table of its own, as in T5."""
     model = patch_model(build_text_model("bart"), "kerple_log", shared=True)
-    assert {key.rpartition(".posenc.")[0] for key in parameters_of(model)} == {
-        "model.encoder",
-        "model.decoder",
-    }
+    owners = {key.rpartition(".posenc.")[0] for key in parameters_of(model)}
+    assert owners == {"model.encoder", "model.decoder"}
 
 
 def test_layers_that_differ_share_nothing() -> None:
@@ -280,10 +275,8 @@ def test_a_dictionary_of_layers_shares_among_those_that_ask_for_it() -> None:
     model, ids = build(num_hidden_layers=3), zoo.tokens(40)
     before = zoo.logits(model, ids)
     patch_model(model, {range(2): KerpleLog(shared=True), range(2, 3): KerpleLog()})
-    assert {key.rpartition(".posenc.")[0] for key in parameters_of(model)} == {
-        "model",
-        "model.layers.2.self_attn",
-    }
+    owners = {key.rpartition(".posenc.")[0] for key in parameters_of(model)}
+    assert owners == {"model", "model.layers.2.self_attn"}
     unpatch_model(model)
     with pytest.raises(UnsupportedModelError, match="parameters of one method, not of"):
         patch_model(model, {range(2): KerpleLog(shared=True), range(2, 3): T5(shared=True)})

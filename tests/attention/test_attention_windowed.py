@@ -76,8 +76,8 @@ def check(
     for fused in OPERATORS:
         out = attend_parts(parts, of_queries, of_keys, value, SCALING, fused=fused)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-13, msg=fused.name)
-        for mine, theirs in zip(_gradients(out, tensors, grad), wanted, strict=True):
-            torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12, msg=fused.name)
+        mine = _gradients(out, tensors, grad)
+        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12, msg=fused.name)
 
 
 def _gradients(out: Tensor, tensors: list[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
@@ -167,11 +167,8 @@ SHARING = Segments.of([((2, 10), (0, 12)), ((10, 24), (0, 20))], 24, 30)
 
 def test_sequences_that_share_keys() -> None:
     """Rows in none have no keys, and each is a part of its own where an operator does not take them together."""
-    assert (SHARING.queries, SHARING.counts, SHARING.longest) == (
-        (0, 2, 10, 24),
-        (0, 12, 20),
-        (14, 20),
-    )
+    assert (SHARING.queries, SHARING.counts) == ((0, 2, 10, 24), (0, 12, 20))
+    assert SHARING.longest == (14, 20)
     part = Part((5, 29), (3, 33), segments=SHARING, merge=True)
     pieces = [((7, 15), (3, 15)), ((15, 29), (3, 23))]
     assert [(piece.rows, piece.keys) for piece in apart(part)] == pieces
@@ -238,8 +235,7 @@ class InWindow(CausalMask):
 @pytest.mark.parametrize("own", [False, True])
 def test_keys_before_the_window_are_not_read(fused: CudaFlash | None, own: bool) -> None:
     """A part of a text behind a cache, whose near keys start behind the first one; `own`: the window of the model."""
-    sizes = ((4, 21), (2, 60), (2, 60))
-    q, k, v = (leaf(1, heads, length, 8) for heads, length in sizes)
+    q, k, v = (leaf(1, heads, length, 8) for heads, length in ((4, 21), (2, 60), (2, 60)))
     n = torch.arange(60)[None]
     method = None if own else get_method("sliding_window").from_options(window=7)
     encoding = encoding_of(method, 8, q.device, 16, (4, 2))
@@ -256,9 +252,8 @@ def test_keys_before_the_window_are_not_read(fused: CudaFlash | None, own: bool)
     want = attend_naively(scores_of(q, k), (distance >= 0) & (distance < 7), v)
     torch.testing.assert_close(got, want, rtol=0, atol=1e-13)
     grad = torch.randn_like(want)
-    pairs = zip(_gradients(got, [q, k, v], grad), _gradients(want, [q, k, v], grad), strict=True)
-    for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
+    mine, theirs = (_gradients(out, [q, k, v], grad) for out in (got, want))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
 
 
 FORMS: dict[str, dict[str, Any]] = {"sinks": {"sinks": True}, "soft cap": {"softcap": 2.0}}
@@ -274,8 +269,7 @@ def test_soft_caps_and_sinks(name: str, backend: str, form: str) -> None:
     encoding = encoding_of(method, 16, CPU, 32)
     made = problem(call_of(torch.float64, 16, CPU), encoding, 40, True)
     sinks = torch.linspace(0, 6, 8, dtype=torch.float64, requires_grad=True)
-    more = {**FORMS[form], **({"sinks": sinks} if form == "sinks" else {})}
-    call = replace(made, **more)
+    call = replace(made, **{**FORMS[form], **({"sinks": sinks} if form == "sinks" else {})})
     computed = not (form == "soft cap" and backend != EMULATED.name)
     leaves = [call.query, call.key, call.value, *([sinks] if form == "sinks" else [])]
     with engine.forced(backend):
@@ -285,9 +279,8 @@ def test_soft_caps_and_sinks(name: str, backend: str, form: str) -> None:
     assert (want - plain).abs().max() > 0.01
     torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
     grad = torch.randn_like(want)
-    pairs = zip(_gradients(got, leaves, grad), _gradients(want, leaves, grad), strict=True)
-    for mine, theirs in pairs:
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+    mine, theirs = (_gradients(out, leaves, grad) for out in (got, want))
+    torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
 
 
 def test_other_kernels_are_checked_for_a_soft_cap(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,8 +360,7 @@ class Clamped(RotaryBands):
 
 @pytest.mark.parametrize("limit", [4, 900, 60_000, 1 << 19, 1 << 29])
 def test_positions_that_part_late_are_told_apart(limit: int) -> None:
-    encoding = encoding_of(Clamped(limit=limit), 8, torch.device("cpu"))
-    branch: Any = encoding.plan.branches[0]
+    branch: Any = encoding_of(Clamped(limit=limit), 8, torch.device("cpu")).plan.branches[0]
     assert not branch.keeps_query
     assert branch.shares_cache
     assert branch.query_turn(torch.tensor([[limit + 3]])).tolist() == [[-3]]

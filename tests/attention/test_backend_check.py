@@ -240,8 +240,7 @@ def test_the_backends_pass_the_check_of_every_kind_that_they_compute(name: str) 
             assert found.reason is None, kind
             assert found.rows == (1 if name in ("few", "moving") else ROWS)
             method = kinds()[kind]
-            trained = method is not None and method.trainable
-            assert len(found.errors) == 4 + trained
+            assert len(found.errors) == 4 + (method is not None and method.trainable)
 
 
 # The first check, in another process: one that crashes, hangs or errs there never runs here
@@ -276,8 +275,7 @@ def table(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Table]:
 
 
 def chosen(kind: str = "bands") -> str:
-    call = call_of(torch.float32, 64, CPU)
-    return engine.choose(call, encoding_of(kinds()[kind], 64, CPU)).name
+    return engine.choose(call_of(torch.float32, 64, CPU), encoding_of(kinds()[kind], 64, CPU)).name
 
 
 def case(name: str, kind: str = "bands") -> Case:

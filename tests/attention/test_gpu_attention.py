@@ -128,8 +128,7 @@ def padded() -> dict[str, Tensor]:
     """One row of `LONG` tokens and one of 430 behind padding."""
     mask = torch.ones(2, LONG, dtype=torch.int64)
     mask[1, : LONG - 430] = 0
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return {"attention_mask": mask, "position_ids": positions}
+    return {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def packed() -> dict[str, Tensor]:

@@ -135,8 +135,7 @@ def test_the_parts_are_those_of_the_frequencies_below() -> None:
     patch_model(model, methods, original_max_position_embeddings=16)
     full = zoo.logits(model, IDS)
     positions = torch.cat((torch.arange(50), torch.arange(1)))[None]
-    ids = torch.cat((IDS, IDS[:, :1]), 1)
-    packed = zoo.logits(model, ids, position_ids=positions)[:, :50]
+    packed = zoo.logits(model, torch.cat((IDS, IDS[:, :1]), 1), position_ids=positions)[:, :50]
     assert zoo.relative_difference(packed, full) < 1e-5
 
 

@@ -117,8 +117,7 @@ def downloads(wheels: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         calls.append(command)
-        option = "--dest" if "pip" in command else "--pack-destination"
-        place = command.index(option) + 1
+        place = command.index("--dest" if "pip" in command else "--pack-destination") + 1
         for name in command[place + 1 :]:
             begin = name.lstrip("@").replace("-model==", "_model-").replace("==", "-")
             (found,) = wheels.glob(f"{begin.replace('/', '-').replace('@', '-')}*")

@@ -166,8 +166,7 @@ def test_files_are_written_before_anything_is_printed(
 
     for name in ("hf_posenc.evaluation.grid.Grid.__rich_console__", "hf_posenc.cli.export._show"):
         monkeypatch.setattr(name, fail)
-    result = invoke(line, places, tmp_path / "out")
-    assert "the terminal is gone" in str(result.exception)
+    assert "the terminal is gone" in str(invoke(line, places, tmp_path / "out").exception)
     name = "config" if line.startswith("export") else line.split()[0]
     assert (tmp_path / "out" / f"{name}.json").is_file()
 

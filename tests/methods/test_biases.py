@@ -174,8 +174,7 @@ def test_every_parameter_gets_a_gradient(name: str) -> None:
     method = distance_bias(name)
     parameters = {k: v.double().requires_grad_() for k, v in method.initial(4, 64).items()}
     distance = torch.arange(700, dtype=torch.float64)
-    position = distance if method.of_query else None
-    bias = method.bias(distance, 4, parameters, position)
+    bias = method.bias(distance, 4, parameters, distance if method.of_query else None)
     (bias * torch.randn_like(bias)).sum().backward()
     for key, value in parameters.items():
         assert value.grad is not None, key
@@ -293,9 +292,8 @@ def relative_scores(
     assert embedded.shape in ((1, length, length, dim), (heads, length, length, dim))
     u, v = method.content_bias(parameters), method.position_bias(parameters)
     content = q if u is None else q + u[:, None]
-    position = q if v is None else q + v[:, None]
     return content @ k.mT + torch.einsum(
-        "hmd,hmnd->hmn", position, embedded.expand(heads, -1, -1, -1)
+        "hmd,hmnd->hmn", q if v is None else q + v[:, None], embedded.expand(heads, -1, -1, -1)
     )
 
 
@@ -355,8 +353,7 @@ def test_xpos_decays_as_published() -> None:
         scales = (method.query_scale(position, 6, origin), method.key_scale(position, 6, origin))
         q_scale, k_scale = (scale.repeat(1, 2) for scale in scales)
         scaled_q = turn(q, position, frequencies) * q_scale
-        scaled_k = turn(k, position, frequencies) * k_scale
-        scores = scaled_q @ scaled_k.T
+        scores = scaled_q @ (turn(k, position, frequencies) * k_scale).T
         for m in range(0, length, 3):
             for n in range(m + 1):
                 want = naive.xpos_score(q[m], k[n], m - n, frequencies, base=16)

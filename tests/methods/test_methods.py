@@ -295,8 +295,7 @@ def test_the_base_of_diffusion_models_as_published() -> None:
     rope = RopeSpec(128, 5e5, 4096)
     for scale, factor in ((4, 14), (8, 55)):
         table = build("diffusion_ntk", scale=scale, both_sides=False).inv_freq(rope)
-        base = float(table[1] ** -64)
-        assert round(base / 5e5 + 0.45) == factor
+        assert round(float(table[1] ** -64) / 5e5 + 0.45) == factor
     for both, (met, critical) in {False: (4096, 64), True: (8192, 70)}.items():
         table = build("diffusion_ntk", scale=32, both_sides=both).inv_freq(rope)
         turns = float(table[1] ** (critical / 2)) * 32 * met / (2 * math.pi)

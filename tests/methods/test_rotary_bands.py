@@ -202,8 +202,7 @@ def test_examples_in_the_papers() -> None:
 def test_an_encoder_reads_a_later_key_as_the_opposite_of_the_mirrored_pair(name: str) -> None:
     method = bands(name)
     causal = position_map(method, 150, 64)
-    later = torch.ones(150, 150, dtype=torch.bool).triu(1)
-    want = torch.where(later, -causal.T, causal)
+    want = torch.where(torch.ones(150, 150, dtype=torch.bool).triu(1), -causal.T, causal)
     if any(band.keys is not None for band in method.bands(64)):  # sinks are the first keys alone
         want[torch.ones(150, 150, dtype=torch.bool).triu(method.near_window(64))] = math.nan
     assert_same(position_map(method, 150, 64, bidirectional=True), want)
@@ -335,8 +334,7 @@ def test_rotating_to_the_positions_gives_the_relative_scores(name: str) -> None:
     m, n = torch.arange(length)[:, None], torch.arange(length)[None]
     for band in method.bands(16):
         turned_q = turn(q, band.query_position(m[:, 0]), frequencies)
-        turned_k = turn(k, band.key_position(n[0]), frequencies)
-        scores = turned_q @ turned_k.T
+        scores = turned_q @ turn(k, band.key_position(n[0]), frequencies).T
         pairs = (band.contains(m, n) & (n <= m)).nonzero().tolist()
         assert pairs
         for i, j in pairs[:: max(1, len(pairs) // 40)]:

@@ -186,8 +186,7 @@ def with_reference_tables(
                 dim, theta, zoo.ORIGINAL_LENGTH, LENGTH, **options
             )
             order = torch.argsort(torch.argsort(table, descending=True, stable=True))
-            new = torch.tensor(frequencies)[order] * (table != 0)
-            setattr(module, key, new)
+            setattr(module, key, torch.tensor(frequencies)[order] * (table != 0))
             setattr(module, f"{label}_attention_scaling" if label else "attention_scaling", factor)
     return other
 
@@ -314,8 +313,7 @@ def test_every_method_acts(model: PreTrainedModel, model_type: str, method: str)
     options = dict(ACTING[method])
     if method == "longrope":
         pairs = hf_posenc.inspect_rope(model)[0].dim // 2
-        tables = {table.dim for table in hf_posenc.inspect_rope(model)}
-        if len(tables) > 1:
+        if len({table.dim for table in hf_posenc.inspect_rope(model)}) > 1:
             pytest.skip("one list of factors cannot fit tables of two widths")
         options |= {
             "short_factor": [1.0] * pairs,
@@ -374,8 +372,7 @@ def test_plain_transformers_loads_what_is_saved(
 )
 def test_sliding_layers_keep_their_table(model: PreTrainedModel, model_type: str) -> None:
     tokens = zoo.tokens(LENGTH)
-    edit = natively(NATIVE["linear"][1], only="full_attention")
-    want = zoo.logits(zoo.twin(model, edit), tokens)
+    want = zoo.logits(zoo.twin(model, natively(NATIVE["linear"][1], only="full_attention")), tokens)
     before = {table.layer_type: table for table in hf_posenc.inspect_rope(model)}
     if "sliding_attention" not in before:
         pytest.skip("one table for all layers in this transformers")
@@ -393,8 +390,7 @@ def with_another_rotary(model_type: str) -> Any:
     model.other.config.model_type = "other"
 
     def rotate(module: Any, args: Any, kwargs: Any) -> Any:
-        rotated = model.other(args[0], kwargs["position_ids"])
-        return args, {**kwargs, "position_embeddings": rotated}
+        return args, {**kwargs, "position_embeddings": model.other(args[0], kwargs["position_ids"])}
 
     model.model.layers[-1].register_forward_pre_hook(rotate, with_kwargs=True)
     return model

@@ -65,12 +65,6 @@ def likeliest(model: PreTrainedModel, text: Tensor) -> tuple[Tensor, Tensor]:
     return scores.argmax(-1), scores
 
 
-def assert_greedy(model: PreTrainedModel, prompt: Tensor, found: Any) -> None:
-    """That a generation is the prompt, and the likeliest token after each of its prefixes."""
-    assert torch.equal(found.sequences[:, :-NEW], prompt)
-    assert torch.equal(found.sequences[:, -NEW:], likeliest(model, found.sequences)[0])
-
-
 def generate(model: PreTrainedModel, **kwargs: Any) -> Any:
     anything: Any = model
     return anything.generate(
@@ -109,7 +103,9 @@ def test_offloaded_cache(model: PreTrainedModel) -> None:
     moved: Any = model
     apply(moved.to("cuda"), "rerope")
     ids = zoo.tokens(21).to("cuda")
-    assert_greedy(model, ids, generate(model, input_ids=ids, cache_implementation="offloaded"))
+    text = generate(model, input_ids=ids, cache_implementation="offloaded").sequences
+    assert torch.equal(text[:, :-NEW], ids)
+    assert torch.equal(text[:, -NEW:], likeliest(model, text)[0])
 
 
 @pytest.mark.parametrize("name", ["rerope", "alibi", "dynamic_ntk_row"])
@@ -374,8 +370,7 @@ def test_a_step_at_an_earlier_position_is_refused(model: PreTrainedModel) -> Non
     model(ids[:, :20], attention_mask=mask[:, :20], **{CACHE: cache})
     places = torch.tensor([[20, 21], [17, 18]])
     got = model(ids[:, 20:], attention_mask=mask, position_ids=places, **{CACHE: cache})
-    alone = torch.cat((ids[1:, :17], ids[1:, 20:]), 1)
-    want = model(alone, use_cache=False).logits[0, -2:]
+    want = model(torch.cat((ids[1:, :17], ids[1:, 20:]), 1), use_cache=False).logits[0, -2:]
     torch.testing.assert_close(got.logits[1], want, rtol=1e-5, atol=1e-5)
 
 

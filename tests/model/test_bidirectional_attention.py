@@ -79,8 +79,7 @@ def test_the_base_for_both_sides_is_another_rope_theta(model_type: str, tmp_path
         return float(parameters.get("full_attention", parameters)["rope_theta"])
 
     width = config.hidden_size // config.num_attention_heads
-    trained = config.max_position_embeddings
-    table, _ = diffusion_ntk(width, theta(config), trained, scale=16)
+    table, _ = diffusion_ntk(width, theta(config), config.max_position_embeddings, scale=16)
     patch_model(model, "diffusion_ntk", scale=16)
     assert theta(model.config) == pytest.approx(table[1] ** (-width / 2))
     model.save_pretrained(tmp_path)
@@ -328,8 +327,7 @@ def test_a_cache_gives_what_one_forward_gives(name: str, model_type: str) -> Non
     model, ids = zoo.build(model_type), zoo.tokens(TOKENS)
     options = {"layers": "decoder", "original_max_position_embeddings": 8, **CACHED[name]}
     patch_model(model, name, **options)
-    full = zoo.logits(model, ids)
-    assert close(model, in_steps(model, ids, [7, 1, 1, 5, 6]), full)
+    assert close(model, in_steps(model, ids, [7, 1, 1, 5, 6]), zoo.logits(model, ids))
 
 
 @pytest.mark.parametrize(

@@ -255,10 +255,9 @@ def gradients(
         with torch.no_grad():
             output(model, between)
     loss.backward()
-    named = dict(model.named_parameters())
     return {
         name: torch.zeros_like(each) if each.grad is None else each.grad.clone()
-        for name, each in named.items()
+        for name, each in dict(model.named_parameters()).items()
     }
 
 
@@ -378,14 +377,10 @@ def test_a_longer_table_by_request_takes_no_packed_texts_and_no_drafts() -> None
     positions = torch.arange(40).repeat(2)[None]
     with pytest.raises(PosencError, match="several texts in one row"):
         model(input_ids=zoo.tokens(80), position_ids=positions, use_cache=False)
-    with pytest.raises(PosencError, match="in the first forward of a text"):
-        _drafted(model, zoo.tokens(8).repeat(1, 9)[:, :61])
-
-
-def _drafted(model: Any, ids: Tensor) -> Tensor:
+    ids = zoo.tokens(8).repeat(1, 9)[:, :61]
     options = {"prompt_lookup_num_tokens": 4, "max_new_tokens": 2, "do_sample": False}
-    found: Tensor = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
-    return found
+    with pytest.raises(PosencError, match="in the first forward of a text"):
+        model.generate(ids, attention_mask=torch.ones_like(ids), **options)
 
 
 @torch.no_grad()

@@ -113,8 +113,7 @@ def complex_form(query: Tensor, key: Tensor, hidden: Tensor, rotated: int, patch
     rows = (hidden[0].double() @ weight.double().mT for weight in (query, key))
     q, k = (torch.view_as_complex(x.unflatten(-1, (-1, 2)).contiguous()) * turns for x in rows)
     scores = (q @ k.conj().mT).real / HEAD_DIM**0.5
-    unseen = torch.ones(LENGTH, LENGTH).triu(1).bool()
-    return scores.masked_fill(unseen, -torch.inf).softmax(-1)
+    return scores.masked_fill(torch.ones(LENGTH, LENGTH).triu(1).bool(), -torch.inf).softmax(-1)
 
 
 @pytest.mark.parametrize("patched", [False, True], ids=["native", "yarn"])

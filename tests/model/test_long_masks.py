@@ -131,5 +131,4 @@ def test_a_form_that_fails_later_is_left_out(method: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", fails)
     model: Any = patch_model(zoo.build("llama"), method, scale=4)
     assert get_patch(model) is not None
-    expected = "yarn" if method == "yarn" else "default"
-    assert model.config.rope_parameters["rope_type"] == expected
+    assert model.config.rope_parameters["rope_type"] == ("yarn" if method == "yarn" else "default")

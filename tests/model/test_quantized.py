@@ -336,8 +336,7 @@ def named(model: nn.Module) -> Mapping[str, Tensor]:
 def test_parts_of_quantized_weights_are_checked(checkpoint: Path, tmp_path: Path) -> None:
     model = load("torchao int8", checkpoint, tmp_path)
     assert damaged_weights(named(model).items()) is None
-    weight = model.model.layers[1].mlp.up_proj.weight
-    codes, scale, *_ = plain_parts(weight)
+    codes, scale, *_ = plain_parts(model.model.layers[1].mlp.up_proj.weight)
     assert codes.dtype == torch.int8
     scale.view(-1)[0] = float("nan")
     assert "layers.1.mlp.up_proj.weight has NaN" in str(damaged_weights(named(model).items()))

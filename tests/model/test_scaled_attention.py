@@ -143,8 +143,7 @@ def in_the_open(model: PreTrainedModel, layers: tuple[int, ...], ids: Tensor) ->
 @pytest.mark.parametrize(("model_type", "choice"), covering(NOPE, ["full", "all", (1, 3)]))
 def test_layers_that_bands_cannot_change_have_it_too(model_type: str, choice: Any) -> None:
     model, (full, every) = zoo.build(model_type), NOPE[model_type]
-    expected = {"full": full, "all": every}.get(choice, choice)
-    want = in_the_open(zoo.twin(model), expected, IDS)
+    want = in_the_open(zoo.twin(model), {"full": full, "all": every}.get(choice, choice), IDS)
     patch_model(model, "log_n", layers=choice, original_max_position_embeddings=ORIGINAL)
     assert zoo.relative_difference(zoo.logits(model, IDS), want) < 1e-5
 
@@ -199,8 +198,7 @@ def test_a_model_that_scales_its_queries_keeps_one_factor(model_type: str) -> No
     assert zoo.relative_difference(zoo.logits(model, ids), before) < 1e-6  # the same in its place
     unpatch_model(model)
     patch_model(model, "temperature", law="constant", factor=1.5, replace=True, **knobs)
-    half = zoo.logits(model, ids)
-    assert zoo.relative_difference(half, before) > 1e-2
+    assert zoo.relative_difference(zoo.logits(model, ids), before) > 1e-2
     unpatch_model(model)
     assert torch.equal(zoo.logits(model, ids), before)
 

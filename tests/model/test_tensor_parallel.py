@@ -181,10 +181,9 @@ def exchanging(module: nn.Module, query: Tensor, *pair: Tensor, **options: Any) 
 
     key, value = map(gathered, pair[:2])
     visible = torch.ones(length, 2 * length, dtype=torch.bool).tril(length * distributed.get_rank())
-    out = nn.functional.scaled_dot_product_attention(
+    return nn.functional.scaled_dot_product_attention(
         query, key, value, attn_mask=visible, scale=options["scaling"], enable_gqa=True
-    )
-    return out.transpose(1, 2), None
+    ).transpose(1, 2), None
 
 
 exchanging.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"

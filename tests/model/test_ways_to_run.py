@@ -128,8 +128,7 @@ def test_a_cell(way_name: str, kind_name: str, tmp_path: Path) -> None:
             with pytest.raises(PosencError, match=REFUSED[cell]):
                 found(way, kind_name, run, folder / "patched", patched=True)
             continue
-        unpatched = truth(kind_name, plain, False)
-        limit = TIMES * error(control, unpatched) + ROUNDING
+        limit = TIMES * error(control, truth(kind_name, plain, False)) + ROUNDING
         assert limit < 1, "the control is wrong itself"
         values = found(way, kind_name, run, folder / "patched", patched=True)
         expected = truth(kind_name, run if cell in LENGTHS_DIFFER else plain, True)

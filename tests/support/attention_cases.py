@@ -86,12 +86,8 @@ def check(
     torch.testing.assert_close(actual, expected, rtol=0, atol=TOLERANCE[torch.float64])
     grad = torch.randn_like(expected)
     every = {"materialize_grads": True, "allow_unused": True}
-    for mine, theirs in zip(
-        torch.autograd.grad(actual, inputs, grad, **every),
-        torch.autograd.grad(expected, inputs, grad, **every),
-        strict=True,
-    ):
-        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
+    mine, theirs = (torch.autograd.grad(out, inputs, grad, **every) for out in (actual, expected))
+    torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
     check_forward(kernel, naive, inputs, torch.float32)
 
 
@@ -133,8 +129,7 @@ def bands_case(sizes: Sizes, window: int, far_keys: int | None, *, shared_key: b
         far = scores_of(q_far, k if shared_key else k_far)
         return attend_naively(torch.where(near, scores_of(q, k), far), visible, v)
 
-    inputs = [sizes.query(), sizes.query(), sizes.key(), sizes.key(), sizes.value()]
-    return kernel, naive, inputs
+    return kernel, naive, [sizes.query(), sizes.query(), sizes.key(), sizes.key(), sizes.value()]
 
 
 def chunks_case(sizes: Sizes, chunk: int) -> Case:

@@ -133,8 +133,7 @@ def reference(
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
 
     def norm(x: Tensor, name: str) -> Tensor:
-        scale = (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
-        return values[name] * x * scale
+        return values[name] * x * (x.square().mean(-1, keepdim=True) + config.rms_norm_eps).rsqrt()
 
     for layer in range(config.num_hidden_layers):
         path = f"model.layers.{layer}"
@@ -227,8 +226,7 @@ def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: fl
     name, options = case.table
     tables = []
     for reach in _texts(case, length):
-        table_of = getattr(references, name)
-        tables.append(table_of(width, theta, ORIGINAL, reach, **options))
+        tables.append(getattr(references, name)(width, theta, ORIGINAL, reach, **options))
     frequencies = torch.tensor([table for table, _ in tables], dtype=torch.float64)
     factor = torch.tensor([factor for _, factor in tables], dtype=torch.float64)
     scores = torch.zeros(len(query), length, length, dtype=torch.float64)
@@ -239,8 +237,7 @@ def _rotated(case: Case, query: Tensor, key: Tensor, relative: Tensor, theta: fl
         q = torch.complex(query[..., i], query[..., i + width // 2])
         k = torch.complex(key[..., i], key[..., i + width // 2])
         angle = gap * frequencies[:, i, None]
-        turned = q[:, :, None] * k[:, None].conj() * torch.polar(torch.ones_like(angle), angle)
-        part = turned.real
+        part = (q[:, :, None] * k[:, None].conj() * torch.polar(torch.ones_like(angle), angle)).real
         if case.method == "xpos":
             decay = (2 * i / width + 0.4) / 1.4
             part = part * decay ** (gap.clamp(min=0) / case.options["scale_base"])

@@ -40,8 +40,7 @@ def position_map(
     m, n = torch.arange(length)[:, None], torch.arange(length)[None]
     relative = torch.full((length, length), math.nan, dtype=torch.float64)
     times = torch.zeros(length, length, dtype=torch.int64)
-    own = method.bidirectional_bands if bidirectional else method.bands
-    for band in own(original):
+    for band in (method.bidirectional_bands if bidirectional else method.bands)(original):
         query, key = band.query_position(m[:, 0]), band.key_position(n[0])
         assert all(p.dtype in (torch.int64, torch.float64) for p in (query, key))
         inside = band.contains(m, n) & (bidirectional | (n <= m))  # a causal mask hides the rest

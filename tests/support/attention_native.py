@@ -202,6 +202,5 @@ def _attention(
     if s_aux is not None:
         sink = s_aux.double().view(1, -1, 1, 1).expand(batch, heads, length, 1)
         table = torch.cat((table, sink), -1)
-    weights = table.softmax(-1)[..., : value.shape[2]]
-    out = weights @ value.double().repeat_interleave(groups, 1)
+    out = table.softmax(-1)[..., : value.shape[2]] @ value.double().repeat_interleave(groups, 1)
     return out.transpose(1, 2).to(query.dtype).contiguous(), None

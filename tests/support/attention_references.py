@@ -274,8 +274,7 @@ def _power(m: int, trained: int, beta: float = 0.1) -> float:
 
 
 def _yarn(m: int, trained: int, scale: float | None = None) -> float:
-    ratio = (m + 1) / trained if scale is None else scale
-    return max(1.0, 0.1 * math.log(ratio) + 1)
+    return max(1.0, 0.1 * math.log((m + 1) / trained if scale is None else scale) + 1)
 
 
 TEMPERATURES: dict[str, Callable[..., float]] = {
@@ -338,8 +337,7 @@ def xpos_score(
     for i, f in enumerate(frequencies):
         x, y = complex(*pair(q, i).tolist()), complex(*pair(k, i).tolist())
         decay = ((2 * i + 0.4 * dim) / (1.4 * dim)) ** (r / base)
-        turned = x * y.conjugate() * complex(math.cos(r * f), math.sin(r * f))
-        total += turned.real * decay
+        total += (x * y.conjugate() * complex(math.cos(r * f), math.sin(r * f))).real * decay
     return total
 
 

@@ -32,8 +32,7 @@ def in_steps(
 
 def stepwise(total: int, *first: int) -> list[int]:
     """Sizes of pieces: `first`, eight single tokens, most of the rest at once, and four single tokens."""
-    rest = total - sum(first) - 12
-    return [*first, *[1] * 8, rest, *[1] * 4]
+    return [*first, *[1] * 8, total - sum(first) - 12, *[1] * 4]
 
 
 def padded(ids: Tensor, left: int, right: int) -> dict[str, Tensor]:
@@ -44,8 +43,7 @@ def padded(ids: Tensor, left: int, right: int) -> dict[str, Tensor]:
     mask = torch.ones_like(rows)
     mask[1, :left], mask[1, length - right :] = 0, 0
     mask[2, :3] = 0  # another row with another padding
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return {"ids": rows, "attention_mask": mask, "position_ids": positions}
+    return {"ids": rows, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
 
 
 def token_by_token(model: PreTrainedModel, ids: Tensor) -> Tensor:

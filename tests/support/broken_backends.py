@@ -41,8 +41,7 @@ def right(call: Call, encoding: Encoding) -> Result:
 
 
 def _backend(run: Callable[[Call, Encoding], Result]) -> Backend:
-    name = run.__name__
-    return Backend(name, lambda call, encoding: True, run, proven=False, may_crash=True)
+    return Backend(run.__name__, lambda call, encoding: True, run, proven=False, may_crash=True)
 
 
 EVERY = {run.__name__: _backend(run) for run in (crashing, hanging, wrong, right)}

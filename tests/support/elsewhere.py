@@ -117,8 +117,7 @@ class Elsewhere(_Mode):  # type: ignore[misc]
             if any(x.dim() for x in local):  # a number is an argument of the launch
                 raise RuntimeError(f"{name} mixes two devices")
         inner_args = _mapped(_numbers, args)
-        inner_kwargs = {key: _mapped(_numbers, value) for key, value in kwargs.items()}
-        out = func(*inner_args, **inner_kwargs)
+        out = func(*inner_args, **{key: _mapped(_numbers, value) for key, value in kwargs.items()})
         if onto == "cpu":
             return out
         out = _mapped(_distant, out)

@@ -162,13 +162,12 @@ class Case:
             x.transpose(1, 2).to(DEVICE, self.dtype).contiguous().transpose(1, 2) for x in tensors
         )
         query_position = position[:, queries].to(DEVICE)
-        key_position = position.masked_fill(~visible.any(1), -5).to(DEVICE)
         return Call(
             query,
             key,
             value,
             query_position,
-            key_position,
+            position.masked_fill(~visible.any(1), -5).to(DEVICE),
             Written(visible[:, None].to(DEVICE)) if self.masked else Mask(),
             scaling=0.3,
             softcap=self.softcap,

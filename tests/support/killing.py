@@ -98,8 +98,7 @@ def train(
         positions, prompt = ("pose", ()) if teacher else ("endprompt_random", (1, 2, 3))
         collator = PositionCollator(positions, target_length=40, terminal_prompt=prompt)
         distill(model, positions=positions, teacher=teacher, chunk=8)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    ids = torch.randint(0, 48, (20 * processes, 24)).tolist()
+    ids = torch.randint(0, 48, (20 * int(os.environ.get("WORLD_SIZE", "1")), 24)).tolist()
     rows = [{"input_ids": row, "labels": row} for row in ids]
     values: dict[str, Any] = {"max_steps": 12, "per_device_train_batch_size": 2}
     values |= {"gradient_accumulation_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
@@ -135,8 +134,7 @@ def launch(
     ]
     ends = time.monotonic() + (120 if after is None else after)
     while any(process.is_alive() for process in made):
-        crashed = any(process.exitcode not in (None, 0) for process in made)
-        if time.monotonic() > ends or crashed:
+        if time.monotonic() > ends or any(process.exitcode not in (None, 0) for process in made):
             # A launcher tells the others to stop; those that cannot are killed after its grace time.
             grace = 0.0 if any((process.exitcode or 0) < 0 for process in made) or after else 5.0
             for process in made:

@@ -26,8 +26,7 @@ def yarn(*given: Any, **options: Any) -> float:
     whether it scores L-1 tokens, as the first does, or 256; so a document counts by its number of windows. `truncate`
     (tables 1, 2 and 6 of the paper) leaves one window per document.
     """
-    windows = _strided(*given, **options)
-    return float(torch.stack([loss for loss, _ in windows]).mean().exp())
+    return float(torch.stack([loss for loss, _ in _strided(*given, **options)]).mean().exp())
 
 
 def pose(*given: Any, **options: Any) -> float:

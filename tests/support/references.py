@@ -56,8 +56,7 @@ def dynamic_ntk(
     """emozilla 2023; transformers calls ``a`` the factor."""
     if length is None or length <= trained:
         return default(d, b, trained)
-    a = scale * length / trained - (scale - 1)
-    return default(d, b * a ** (d / (d - 2)), trained)
+    return default(d, b * (scale * length / trained - (scale - 1)) ** (d / (d - 2)), trained)
 
 
 def abf(d: int, b: float, trained: int, length: int | None = None, *, rope_theta: float) -> Table:

@@ -294,8 +294,9 @@ def recomputed(reentrant: bool) -> Way:
         loss.backward()
         return gradients(model)
 
-    how = f"gradient checkpointing, `use_reentrant={reentrant}`"
-    sentence = f"{how}, another forward before the backward"
+    sentence = (
+        f"gradient checkpointing, `use_reentrant={reentrant}`, another forward before the backward"
+    )
     return Way(sentence, after=enabled, runs={"training": (run, training)})
 
 
@@ -419,8 +420,7 @@ def replica(model: Any, folder: Path) -> Any:
 def sharded(model: Any, folder: Path) -> Any:
     from torch.distributed.fsdp import fully_shard
 
-    mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    return fully_shard(model, mesh=mesh)
+    return fully_shard(model, mesh=torch.distributed.device_mesh.init_device_mesh("cpu", (1,)))
 
 
 INFERENCE: dict[str, tuple[Run, Run]] = {"prefill": (prefill, prefill), "steps": (steps, steps)}

@@ -279,8 +279,7 @@ NOT_TEXT_MODULE = re.compile("vis|audio|codec|vq|protein|perceiver")
 
 def tokens(length: int, batch: int = 1, seed: int = 0) -> Tensor:
     """Random ordinary token ids of shape ``(batch, length)``."""
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, 100, (batch, length), generator=generator)
+    return torch.randint(3, 100, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
 def _required_inputs(config: Any, input_ids: Tensor) -> dict[str, Tensor]:

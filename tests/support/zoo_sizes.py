@@ -249,8 +249,7 @@ def _shrunken_rope(default: PretrainedConfig, head_dim: int) -> dict[str, Any]:
 
 def _mrope_sections(config: PretrainedConfig, half: int) -> list[int] | None:
     """The multimodal sections of ``config``, or of its source, scaled to ``half`` frequencies."""
-    rope = getattr(config, "rope_parameters", None) or {}
-    sections = rope.get("mrope_section")
+    sections = (getattr(config, "rope_parameters", None) or {}).get("mrope_section")
     if sections is None:
         text = source_of(modelling_module(type(config)))
         if "mrope_section" not in text:

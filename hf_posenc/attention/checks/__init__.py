@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hf_posenc.attention.call import Call
 from hf_posenc.attention.encoding import Encoding
+from hf_posenc.attention.kernels import trains
 
 Result = tuple[Tensor, Tensor | None]
 CAPPED = ", soft cap"
@@ -65,9 +65,6 @@ class Case:
 
 def case_of(backend: Backend, call: Call, encoding: Encoding) -> Case:
     """Return the case of a call."""
-    query, trained = call.query, encoding.parameters or {}
-    leaves = (query, call.key, call.value, *(trained[name] for name in trained))
-    gradients = torch.is_grad_enabled() and any(x.requires_grad for x in leaves)
     dtype = str(call.dtype).removeprefix("torch.")
     kind = encoding.kind if call.softcap is None else encoding.kind + CAPPED
-    return Case(backend.name, kind, dtype, query.shape[-1], gradients)
+    return Case(backend.name, kind, dtype, call.query.shape[-1], trains(call, encoding))

@@ -154,10 +154,8 @@ def problem(
 
     def normal(heads: int, length: int, features: int) -> Tensor:
         # In the memory layout of transformers.
-        sizes = len(padding), length, heads, features
-        if not drawn:
-            return torch.empty(sizes, device=query.device).transpose(1, 2)
-        return torch.randn(sizes, generator=generator, device=query.device).transpose(1, 2)
+        draw = functools.partial(torch.randn, generator=generator) if drawn else torch.empty
+        return draw((len(padding), length, heads, features), device=query.device).transpose(1, 2)
 
     features = query.shape[-1]
     tensors = (
@@ -167,7 +165,6 @@ def problem(
     )
     every = torch.arange(keys, device=query.device)
     positions = torch.stack([(every - count).clamp(min=0) for count in padding])
-    lengths = None if call.lengths is None else positions[:, -1] + 1
     rounded = (_leaf(x.to(call.dtype), gradients) for x in tensors)
     inputs: dict[str, Any] = dict(zip(INPUTS, rounded, strict=True))
     return replace(
@@ -176,7 +173,7 @@ def problem(
         query_position=positions[:, keys - rows :],
         key_position=positions,
         mask=_Padded(rows, keys, padding, query.device),
-        lengths=None if lengths is None else lengths.to(call.lengths),
+        lengths=None if call.lengths is None else (positions[:, -1] + 1).to(call.lengths),
         rotated=None,
     )
 

@@ -46,15 +46,9 @@ def compared(
         "starting": STARTING,
         "hanging": HANGING,
     }
-    pipe = subprocess.PIPE
+    command, pipe, null = [sys.executable, "-c", _CHILD], subprocess.PIPE, subprocess.DEVNULL
     try:
-        process = subprocess.Popen(
-            [sys.executable, "-c", _CHILD],
-            stdin=pipe,
-            stdout=pipe,
-            stderr=subprocess.DEVNULL,
-            text=True,
-        )
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True)
     except OSError:  # no Python to start, as in an embedded one
         return
     assert process.stdin is not None

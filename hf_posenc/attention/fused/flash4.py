@@ -40,9 +40,8 @@ class Flash4(CudaFlash):
         query, key, value, out, lse = saved
         given = (query, key, value, out, grad, lse.contiguous())
         tensors, options = _given(given, shape.sequences(query, key), shape)
-        deterministic = torch.are_deterministic_algorithms_enabled()
         of_query, of_key, of_value, *_ = interface()._flash_attn_bwd(
-            *tensors, deterministic=deterministic, **options
+            *tensors, deterministic=torch.are_deterministic_algorithms_enabled(), **options
         )
         return of_query.view_as(query), of_key.view_as(key), of_value.view_as(value)
 

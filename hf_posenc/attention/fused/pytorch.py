@@ -163,14 +163,12 @@ class CudnnAttention(Fused):
         return bool(allowed) and torch.cuda.get_device_capability(device) >= (9, 0)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
-        if not self._takes(query, key, shape):
-            return self.rest.forward(query, key, value, shape)
-        return self.square(query, key, value, shape)
+        attend = self.square if self._takes(query, key, shape) else self.rest.forward
+        return attend(query, key, value, shape)
 
     def backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:
-        if not self._takes(saved.query, saved.key, shape):
-            return self.rest.backward(grad, saved, shape, state)
-        return self.square_backward(grad, saved, shape, state)
+        own = self._takes(saved.query, saved.key, shape)
+        return (self.square_backward if own else self.rest.backward)(grad, saved, shape, state)
 
     def _takes(self, query: Tensor, key: Tensor, shape: Shape) -> bool:
         """True for all pairs of one sequence, and for a causal square."""
@@ -182,8 +180,7 @@ class CudnnAttention(Fused):
     def square(self, query: Tensor, key: Tensor, value: Tensor, shape: Shape) -> Attended:
         """Call the operator; a causal call has as many rows as keys."""
         given = (query, key, value, None, True, 0.0, shape.causal, False)
-        operator = ATEN._scaled_dot_product_cudnn_attention
-        out, lse, *state = operator(*given, scale=shape.scaling)[:8]
+        out, lse, *state = ATEN._scaled_dot_product_cudnn_attention(*given, scale=shape.scaling)[:8]
         return out, lse.flatten(2), state
 
     def square_backward(self, grad: Tensor, saved: Saved, shape: Shape, state: Any) -> Gradients:

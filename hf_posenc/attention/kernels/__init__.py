@@ -63,10 +63,9 @@ def available(device: torch.device) -> bool:
 
 def takes(call: Call, encoding: Encoding) -> bool:
     """True if the tensors of a call are such as kernels read, and no weights or dropout are requested."""
-    tensors = (call.query, call.key, call.value)
     if call.dropout or call.weights or not encoding.plan.shares_keys or encoding.bidirectional:
         return False
-    if any(x.stride(-1) != 1 for x in tensors):
+    if any(x.stride(-1) != 1 for x in (call.query, call.key, call.value)):
         return False
     if call.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         return False

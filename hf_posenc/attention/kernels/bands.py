@@ -97,8 +97,7 @@ def scheme_of(plan: Plan) -> Scheme | None:
         return None
     if cached(torch.zeros(1, dtype=torch.long)).dim() > 1:
         return None  # a position for each part of the pairs
-    scored = [_scored(band, cached) for band in bands]
-    found = tuple(band for band in scored if band is not None)
+    found = tuple(filter(None, (_scored(band, cached) for band in bands)))
     chunks = {band.chunk or 1 for band in bands}
     if len(found) < len(bands) or len(chunks) > 1:
         return None
@@ -138,8 +137,7 @@ def shift_of(position: PositionMap, cached: PositionMap, period: int | None) -> 
     def shift(x: Tensor) -> Tensor:
         return position(x).double() - cached(x).double()
 
-    dense = shift(torch.arange(_DENSE))
-    steps = dense.diff()
+    steps = shift(torch.arange(_DENSE)).diff()
     jumps = ((steps - steps[0]).abs() > 1e-6).nonzero()
     for group in {1: None, period or 1: None, int(jumps[0]) + 1 if len(jumps) else 1: None}:
         around = [end + x for end in (group, 2 * group) for x in (-2, -1, 0, 1) if end + x >= 0]

@@ -129,8 +129,7 @@ def biased_backward(grad: Tensor, *given: Any) -> tuple[Tensor, Tensor, Tensor, 
     batch, heads, rows, _ = query.shape
     key_heads, keys = key.shape[1:3]
     positions, sizes = _positions(batch, m, n), _sizes(query, value)
-    small = _small(query, value)
-    tile, block = (32, 32) if small else (128, 64)  # more spills registers
+    tile, block = (32, 32) if _small(query, value) else (128, 64)  # more spills registers
     blocks = -(-rows // tile)
     bias_of = *strided(first), second, Operands(bias, first, second).distances
     window = windows if windows.numel() else None
@@ -187,8 +186,7 @@ def _sum_by_entry(
     if second is None:
         of_table.zero_()[:, :count] = by_distance
         return
-    entries = torch.arange(of_table.shape[1], device=second.device)
-    chosen = second[:count, None] == entries
+    chosen = second[:count, None] == torch.arange(of_table.shape[1], device=second.device)
     of_table.copy_(by_distance.double() @ chosen.double())  # float32 products may be TF32
 
 

@@ -65,8 +65,7 @@ def operands_of(
     assert isinstance(method, DistanceBias)
     if parameters:
         distance = torch.arange(keys, device=device, dtype=torch.float32)
-        bias = own(method.bias(distance, heads, parameters))
-        return Operands("table", bias.clamp_min(LEAST))
+        return Operands("table", own(method.bias(distance, heads, parameters)).clamp_min(LEAST))
     size = max(1024, 1 << (keys - 1).bit_length())  # serves the following steps too
     table = _kept(
         encoding, device, size, lambda d: own(method.bias(d.float(), heads, {})).clamp_min(LEAST)

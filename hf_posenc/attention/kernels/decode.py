@@ -138,12 +138,10 @@ def prepared(plan: Plan) -> str | None:
     It is found once, by probing. A graph cannot be traced through that: a plan that no eager call and no one else has
     prepared has none while compiling.
     """
-    if torch.compiler.is_compiling():
-        return getattr(plan, _SCHEME, None)
-    if not hasattr(plan, _SCHEME):
+    if not torch.compiler.is_compiling() and not hasattr(plan, _SCHEME):
         scheme = scheme_of(plan)
         setattr(plan, _SCHEME, None if scheme is None else repr(scheme.numbers()))
-    found: str | None = getattr(plan, _SCHEME)
+    found: str | None = getattr(plan, _SCHEME, None)
     return found
 
 

@@ -164,5 +164,4 @@ def as_entries(documents: Iterable[str | Entry]) -> Iterator[Entry]:
 def printable(name: str | Path) -> str:
     """Return a name on one line, with escapes for bytes that are not UTF-8 and for invisible characters."""
     text = str(name).encode("utf-8", "backslashreplace").decode("utf-8")
-    shown = (c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-    return "".join(shown)
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

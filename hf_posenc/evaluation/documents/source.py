@@ -331,8 +331,7 @@ def tokenize(
     columns = torch.from_numpy(table).T
     ids, *counts = columns if len(table) > IN_MEMORY else columns.contiguous()
     byte_ends, word_ends = counts or (None, None)
-    white_ends = sum(end.isspace() for end in ends)
-    about = (digest.hexdigest(), word_ends, hashed, white_ends)
+    about = (digest.hexdigest(), word_ends, hashed, sum(end.isspace() for end in ends))
     return TokenizedDocument(document.name, ids, byte_ends, *about)
 
 
@@ -394,5 +393,4 @@ def _none_left(skipped: Sequence[Skipped], longest: int, needed: int, cut: int |
         f" The longest document has {longest:,} tokens, {needed:,} are needed: give shorter lengths, or "
         f"{'a larger --max-doc-tokens' if (cut or needed) < needed else 'longer documents'}."
     )
-    first = f"{skipped[0].name}: {skipped[0].reason}"
-    return f"No document can be used ({first}{others}).{advice if longest else ''}"
+    return f"No document can be used ({skipped[0].name}: {skipped[0].reason}{others}).{advice if longest else ''}"

@@ -180,8 +180,7 @@ class Section:
 
 def sections(sources: Sequence[Source], *, figures: bool) -> list[Section]:
     """Return a section for each result: extensions first, then perplexity and retrieval, then the others."""
-    place = {kind: index for index, kind in enumerate(ORDER)}
-    ordered = sorted(sources, key=lambda source: place.get(source.kind, len(ORDER)))
+    ordered = sorted(sources, key=lambda source: (*ORDER, source.kind).index(source.kind))
     return [_section(source, figures) for source in ordered]
 
 
@@ -313,9 +312,8 @@ def _drawn(figure: Figure, key: str, caption: str) -> Drawing:
 
     file, metadata = io.StringIO(), dict.fromkeys(("Creator", "Date", "Format", "Type"))
     how: dict[str, Any] = {"format": "svg", "bbox_inches": "tight", "metadata": metadata}
-    maps = any(axes.get_images() for axes in figure.axes)
     with mpl.rc_context({**plots.STYLE, "svg.hashsalt": key}):
-        figure.savefig(file, transparent=not maps, **how)
+        figure.savefig(file, transparent=not any(axes.get_images() for axes in figure.axes), **how)
     svg = file.getvalue()
     svg = re.sub(r' id="[\w.]+_\d{1,4}"', "", svg[svg.index("<svg") :])  # groups', which repeat
     lines: list[Any] = [line for axes in figure.axes for line in axes.get_lines()]

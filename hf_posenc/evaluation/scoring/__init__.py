@@ -15,10 +15,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    message = str(error).lower()
-    return isinstance(error, RuntimeError) and any(
-        words in message for words in ("not enough memory", OUT_OF_MEMORY, "can't allocate memory")
-    )
+    texts = ("not enough memory", OUT_OF_MEMORY, "can't allocate memory")
+    return isinstance(error, RuntimeError) and any(text in str(error).lower() for text in texts)
 
 
 def reason_of(error: Exception) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_posenc.errors import PosencError, one_line
 from hf_posenc.model.discovery import SinCosTable, tables_of
 from hf_posenc.model.unwrapping import evaluation_mode as evaluation_mode
-from hf_posenc.model.unwrapping import unwrap
+from hf_posenc.model.unwrapping import hooked, swapped, unwrap
 from hf_posenc.model.weights import execution_device, rounding_dtype
 from hf_posenc.patch.state import state_of
 from hf_posenc.seams.handover import tables_in_place
@@ -64,20 +64,18 @@ def find_decoder(
         if hidden is not None and hidden.shape[:2] == probe.shape:
             candidates.append(module)  # hooks run when a module returns, so the outermost is last
 
-    hooks = [
+    handles = [
         module.register_forward_hook(note)
         for module in model.modules()
         if module not in (model, embeddings) and any(m is embeddings for m in module.modules())
     ]
     try:
-        output = model(input_ids=probe, **options)
+        with hooked(handles):
+            output = model(input_ids=probe, **options)
     except Exception as error:  # a dtype or an attention backend that this machine lacks
         raise PosencError(
             f"{name} cannot be run here: {type(error).__name__}: {one_line(error)}"
         ) from error
-    finally:
-        for hook in hooks:
-            hook.remove()
     logits = getattr(output, "logits", None)
     if not isinstance(logits, Tensor) or logits.shape[:2] != probe.shape:
         raise PosencError(
@@ -133,18 +131,9 @@ def sliced(output: Any, positions: slice) -> Any:
     return type(output)(**{name: slice_of(part) for name, part in output.items()})
 
 
-@contextlib.contextmanager
-def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+def replaced(owner: Any, name: str, value: Any) -> contextlib.AbstractContextManager[None]:
     """Replace an attribute of this one object, such as its forward; on exit, restore exactly what was there."""
-    had, before = name in vars(owner), vars(owner).get(name)  # accelerate's hooks set a forward
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
+    return swapped(vars(owner), name, value)  # accelerate's hooks set a forward
 
 
 def check_causal(model: nn.Module, probe: Tensor, logits: Tensor, options: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ CUDA context, fragmentation, states of state-space layers, and scores that a fam
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -199,14 +200,10 @@ def layer_backend(
     place = torch.device("cpu") if device.type == "meta" else device
     dtype = torch.float32 if size == FLOAT else torch.bfloat16
     positions = torch.arange(_PROBE, device=place)[None]
-    query, key, value = (
-        torch.zeros(1, heads, length, features, dtype=dtype, device=place)
-        for heads, length, features in (
-            (layer.heads, queries, layer.key_dim),
-            (layer.key_heads, _PROBE, layer.key_dim),
-            (layer.key_heads, _PROBE, layer.value_dim),
-        )
-    )
+    zeros = functools.partial(torch.zeros, dtype=dtype, device=place)
+    query = zeros(1, layer.heads, queries, layer.key_dim)
+    key = zeros(1, layer.key_heads, _PROBE, layer.key_dim)
+    value = zeros(1, layer.key_heads, _PROBE, layer.value_dim)
     mask: Mask = CausalMask(queries, _PROBE, place)
     if layer.window is not None and layer.window < length:
         mask = Mask() if layer.chunked else LazyMask.of_window(queries, _PROBE, _PROBE // 2, place)
@@ -238,9 +235,8 @@ def rate_of(device: torch.device) -> tuple[float | None, str]:
     """Return the operations per second of a device, and where the number comes from; `None` if nothing is known."""
     if device.type == "cpu":
         count = torch.get_num_threads()
-        return PER_THREAD * count, (
-            f"at the rate measured for one thread of an AMD EPYC, times {count}: a guess for another CPU"
-        )
+        source = f"at the rate measured for one thread of an AMD EPYC, times {count}: a guess for another CPU"
+        return PER_THREAD * count, source
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     peak = next((peak for part, peak in PEAKS.items() if part in name), None)
     if peak is None:

@@ -180,10 +180,9 @@ class Prefill:
             else:
                 return Pieces(size, **settings)
         self.refused = refused
+        name = type(unwrap(self._model)).__name__
         logger.warning(
-            "%s cannot be prefilled in pieces: %s. Its texts are run whole.",
-            type(unwrap(self._model)).__name__,
-            refused,
+            "%s cannot be prefilled in pieces: %s. Its texts are run whole.", name, refused
         )
         return None
 
@@ -241,10 +240,9 @@ def disagreement(pieces: Tensor, whole: Tensor, seams: list[int]) -> float:
 def _reach(model: nn.Module) -> int:
     """Return the largest window, chunk or top-k of the text config, in tokens."""
     config = _text_config(unwrap(model))
-    fields = {} if config is None else config.to_dict()
     values = [
         number
-        for name, value in fields.items()
+        for name, value in ({} if config is None else config.to_dict()).items()
         if _REACH.search(name)
         for number in (value if isinstance(value, list | tuple) else [value])
     ]
@@ -325,8 +323,7 @@ class TokenScorer:
         prefill: int | None = None,
         batch: int | None = None,
     ) -> None:
-        sizes = {"chunk": chunk, "prefill": prefill, "batch": batch}
-        for name, size in sizes.items():
+        for name, size in {"chunk": chunk, "prefill": prefill, "batch": batch}.items():
             if size is not None:
                 read_whole(size, name, LEAST if name == "prefill" else 1)
         if not hasattr(unwrap(model), "get_input_embeddings"):
@@ -397,8 +394,7 @@ class TokenScorer:
         def score(part: Tensor) -> Tensor:
             return _nats(self.logits(part, first, read_last=read_last), part, first)
 
-        losses = torch.cat(list(self._in_parts(windows, shape[-1], score)))
-        return losses.reshape(*shape[:-1], -1)
+        return torch.cat(list(self._in_parts(windows, shape[-1], score))).reshape(*shape[:-1], -1)
 
     @torch.no_grad()
     def whole_logits(self, ids: Tensor, first: int, *, read_last: bool = True) -> Tensor:
@@ -548,14 +544,12 @@ class TokenScorer:
         """Return whether head replay reproduces the probe's logits: (up to rounding, bit for bit)."""
         if self._decoder is None:
             return False, False
-        chunk, self.chunk = self.chunk, _PROBE_CHUNK
         try:
-            replayed = torch.cat(list(self._replay(probe, 0, probe.shape[1] - 1)), dim=1)[0]
+            with replaced(self, "chunk", _PROBE_CHUNK):
+                replayed = torch.cat(list(self._replay(probe, 0, probe.shape[1] - 1)), dim=1)[0]
         except Exception as error:
             logger.warning("%s: head replay failed: %s", type(self.model).__name__, error)
             return False, False
-        finally:
-            self.chunk = chunk
         expected = full[0, :-1]
         if replayed.shape != expected.shape:
             return False, False

@@ -77,8 +77,7 @@ def test_the_maps_hold_far_into_a_text(name: str, start: int) -> None:
 def test_a_layer_that_shares_a_patched_table_turns_all_pairs_back() -> None:
     method: Any = get_method("self_extend")
     patched = Encoding.of([method(group=3)], 512)
-    encoding = replace(Encoding(512, cached_by=patched), rotation=ROTATION)
-    scheme = scheme_of(encoding.plan)
+    scheme = scheme_of(replace(Encoding(512, cached_by=patched), rotation=ROTATION).plan)
     assert scheme is not None
     got = relative_positions(scheme, patched, torch.arange(40))
     positions = torch.arange(40, dtype=torch.float64)
@@ -102,7 +101,6 @@ class Rooted(RotaryBands):
 
 
 def test_other_maps_have_no_scheme() -> None:
-    encoding = replace(Encoding.of([Rooted(window=4)], 16), rotation=ROTATION)
-    assert scheme_of(encoding.plan) is None
+    assert scheme_of(replace(Encoding.of([Rooted(window=4)], 16), rotation=ROTATION).plan) is None
     assert shift_of(torch.sin, torch.zeros_like, None) is None
     assert shift_of(lambda x: x % 7, lambda x: x, None) == Shift(0.0, 0.0, -7.0, 7)

@@ -268,10 +268,9 @@ def windows_of(case: Case, call: Call, encoding: Encoding) -> Tensor:
     windows = torch.zeros(1, case.heads, dtype=torch.int32, device=call.query.device)
     tensors = (call.query, call.key, call.query_position, call.key_position)
     sizes = (case.heads // case.key_heads, case.queries, case.length, call.scaling)
-    drop = math.log(case.length / biased.DROPPED)
     biased_triton.provable_windows[(case.heads, 1)](
         *(value for x in tensors for value in strided(x)),
-        *(bias.first, bias.second, windows, *sizes, drop),
+        *(bias.first, bias.second, windows, *sizes, math.log(case.length / biased.DROPPED)),
         BIAS=bias.kind,
         D=case.head_dim,
         DP=case.head_dim,
@@ -363,8 +362,7 @@ def test_attention_in_memory_that_int32_does_not_count(
         every = [*leaves.values(), *(parameters[n].requires_grad_() for n in parameters)]
         out = biased.run(given, encoding)[0]
         found.append([out, *torch.autograd.grad(out, every, weights.expand_as(out))])
-    for one, other in zip(*found, strict=True):
-        assert torch.equal(one, other)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_a_turn_keeps_its_schema_and_its_fake() -> None:
@@ -418,8 +416,7 @@ def test_a_merge(dtype: torch.dtype, reverse: bool) -> None:
     weights = torch.stack([y for _, y in each]).softmax(0)
     expected = sum(x * w[..., None] for (x, _), w in zip(each, weights, strict=True))
     total = torch.stack([y for _, y in each]).logsumexp(0)
-    form = Part((0, 37), (0, 37), merge=True, mirrored=reverse)
-    parts.merge(out, lse, [(form, part, part_lse)])
+    parts.merge(out, lse, [(Part((0, 37), (0, 37), merge=True, mirrored=reverse), part, part_lse)])
     assert error(out, expected) < BOUND[dtype]
     seen = total > -1e29
     torch.testing.assert_close(lse[seen].double(), total[seen], rtol=0, atol=1e-5)

@@ -158,8 +158,7 @@ def test_launches_of_training(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_launches_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     launched: list[str] = []
-    module = "hf_posenc.attention.kernels.decode_triton"
-    monkeypatch.setitem(sys.modules, module, Noted(launched))
+    monkeypatch.setitem(sys.modules, "hf_posenc.attention.kernels.decode_triton", Noted(launched))
     call, encoding = on_meta(Case("alibi", queries=2))
     decode.decode._init_fn(
         *(call.query, call.key, call.value, call.query_position, call.key_position),
@@ -194,8 +193,7 @@ def test_training_launches_nothing_around_the_operators(name: str) -> None:
         out, _ = engine.attend(call, encoding)
         found = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in leaves]
-    operators = ["hf_posenc::biased"] * 2 + ["hf_posenc::biased_backward"] * 2
-    assert launches.names == operators
+    assert launches.names == ["hf_posenc::biased"] * 2 + ["hf_posenc::biased_backward"] * 2
 
 
 def causal(case: Case) -> tuple[Call, Encoding]:
@@ -232,8 +230,7 @@ def test_a_table_is_read_where_positions_have_no_gaps() -> None:
     call, encoding = causal(Case("sandwich", queries=70))
     assert biased.accepts(call, encoding)
     call.key_position[0, 30:] += 1
-    other = replace(call, mask=CausalMask(70, 70, torch.device("cpu")))
-    assert not biased.accepts(other, encoding)
+    assert not biased.accepts(replace(call, mask=CausalMask(70, 70, torch.device("cpu"))), encoding)
 
 
 def test_a_table_is_trained_where_positions_have_no_gaps() -> None:
@@ -339,8 +336,7 @@ def test_training_is_traced_in_one_graph_each_way(name: str) -> None:
     out = attention(call.query, call.key, call.value)
     found = torch.autograd.grad(out, leaves, torch.empty_like(out))
     assert [x.shape for x in found] == [x.shape for x in leaves]
-    names = [str(graph.graph).count("hf_posenc.biased") for graph in graphs]
-    assert names == [1, 1]
+    assert [str(graph.graph).count("hf_posenc.biased") for graph in graphs] == [1, 1]
     assert "hf_posenc.biased_backward" in str(graphs[1].graph)
 
 
