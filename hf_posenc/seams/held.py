@@ -130,12 +130,19 @@ class Record:
 
 
 def length_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the tokens of a forward, padding included, and those in its cache; `None` if it gets no text."""
-    given = text_of(args, kwargs)
-    if given is None or given.dim() < 2:
-        return None
-    count = getattr(cache_of(kwargs), "get_seq_length", None)
-    return given.shape[1], int(count()) if count is not None else 0
+    """Return the tokens of a forward, padding included, and those in its cache; `None` if it gets no text.
+
+    They are those of the longer text where one forward gets that of an encoder and that of a decoder.
+    """
+    texts = text_of(args, kwargs), *map(kwargs.get, ("decoder_input_ids", "decoder_inputs_embeds"))
+    source, *targets = (0 if x is None or x.dim() < 2 else x.shape[1] for x in texts)
+    target, cache = max(targets), cache_of(kwargs)
+    cached = 0 if cache is None else int(cache.get_seq_length())
+    if target:
+        return max((source, 0), (target, cached), key=sum)
+    if "lengths" in kwargs:  # of whole texts: XLM gets what is in its cache again, and cuts it off
+        source -= cached
+    return (source, cached) if source else None
 
 
 @dataclass(frozen=True)
@@ -147,14 +154,36 @@ class TableEnd:
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if torch.compiler.is_compiling() or (length := length_of(args, kwargs)) is None:
             return
-        tokens, rows = sum(length), tokens_of_rows(kwargs.get("attention_mask"))
-        if rows is not None:  # the longest text of a padded batch
-            tokens = min(tokens, max(rows))
-        if tokens > self.positions:
-            raise PosencError(
-                f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
-                f"Patch it with a target_length of at least {tokens:,}."
-            )
+        if (tokens := sum(length)) <= self.positions:
+            return
+        mask: Any = kwargs.get("attention_mask")
+        rows = tokens_of_rows(mask)
+        # The mask of an encoder does not describe its decoder's text.
+        longest = max(rows) if rows is not None and mask.shape[1] == tokens else tokens
+        if self._skips_padding(model, kwargs) and (tokens := longest) <= self.positions:
+            return
+        given, way = f"{tokens:,} tokens", "Patch it with"
+        if longest <= self.positions:
+            given += " with padding, which takes positions too"
+            way = f"Pad to at most {self.positions:,} tokens, or patch it with"
+        raise PosencError(
+            f"{given}: the patched tables of {type(model).__name__} have {self.positions:,} positions. {way} a "
+            f"target_length of at least {tokens:,}."
+        )
+
+    def _skips_padding(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a text that is padded past the table reads it as it does alone."""
+        modules = [*model.modules()]
+        if any(hasattr(each, "make_weights") or hasattr(each, "make_weight") for each in modules):
+            return False  # past its end, whatever the mask, the class writes a table of its own
+        end = self.positions + 1
+        # Positions are given, or counted from the mask (OPT) or from the tokens that are no padding (RoBERTa).
+        return kwargs.get("position_ids") is not None or any(
+            "attention_mask" in inspect.signature(type(each).forward).parameters
+            or (each.padding_idx is not None and len(each.weight) - each.padding_idx == end)
+            for each in modules
+            if isinstance(each, nn.Embedding)
+        )
 
 
 def tokens_of_rows(mask: Any) -> list[int] | None:

@@ -240,6 +240,49 @@ def test_a_buffer_that_is_made_from_the_table_follows_it(tmp_path: Path) -> None
         patch_model(model, "tile", scale=2)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("xglm", "sinusoidal"), ("fsmt", "sinusoidal"), ("gpt2", "tile"), ("bert", "nope"),
+     ("opt", "tile"), ("roberta", "tile"), *late(["m2m_100", "nllb-moe", "marian"], ["sinusoidal"]),
+     *late(["xglm", "fsmt"], ["nope"]), *late(["xlm", "bart"], ["tile"])],
+)  # fmt: skip
+def test_a_batch_wider_than_the_table_is_refused_where_padding_counts(
+    model_type: str, method: str
+) -> None:
+    model: Any = build_text_model(model_type)
+    patch_model(model, method, target_length=2 * LENGTH)
+    wide, few = ids_of(model, 2 * LENGTH + 12), ids_of(model, 20)
+    mask = torch.ones_like(wide)
+    wide[:, 100:], mask[:, 100:] = model.config.pad_token_id or 0, 0
+    both, before = model.config.is_encoder_decoder, outputs(model, few)
+    given = {"decoder_input_ids": few} if both else {}
+    with torch.no_grad():
+        if model_type in ("opt", "roberta"):
+            padded = model(wide, attention_mask=mask).logits[:, :100]
+            torch.testing.assert_close(padded, model(wide[:, :100]).logits, rtol=1e-4, atol=2e-5)
+        else:
+            with pytest.raises(PosencError, match=r"140 tokens with padding.* Pad to at most 128"):
+                model(input_ids=wide, attention_mask=mask, **given)
+        if both:
+            with pytest.raises(PosencError, match="140 tokens: the patched tables"):
+                model(input_ids=few, attention_mask=mask[:, :20], decoder_input_ids=wide)
+        if model_type == "gpt2":  # as generate() does
+            at = torch.arange(140)[None].clamp(max=99)
+            model(input_ids=wide, attention_mask=mask, position_ids=at)
+    assert difference(outputs(model, few), before) == 0  # no table of the class is in force
+
+
+def test_a_class_that_gets_the_whole_text_beside_its_cache_generates_to_the_end() -> None:
+    model: Any = patch_model(build_text_model("xlm"), "tile", scale=2)
+    native: Any = type(model)(copy.deepcopy(model.config)).eval()
+    native.load_state_dict(model.state_dict())
+    options = {"max_new_tokens": 25, "do_sample": False, "pad_token_id": 0}
+    one, other = (each.generate(ids_of(model, 102), **options) for each in (model, native))
+    assert torch.equal(one, other)
+    with pytest.raises(PosencError, match="129 tokens"):
+        model.generate(ids_of(model, 103), **options | {"max_new_tokens": 26})
+
+
 # Texts within the trained length keep their rows
 
 
