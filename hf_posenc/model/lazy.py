@@ -208,11 +208,9 @@ def is_nothing(value: Tensor) -> bool:
         return value.written is None
     if isinstance(value, LazyTensor) or value.device.type == "meta":
         return False
-    scalar = _scalars.get((value.device, value.dtype))
-    return (
-        scalar is not None
-        and scalar.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
-    )
+    if (scalar := _scalars.get((value.device, value.dtype))) is None:
+        return False
+    return scalar.untyped_storage().data_ptr() == value.untyped_storage().data_ptr()
 
 
 class UnwrittenZeros(Unwritten):

@@ -125,10 +125,8 @@ def _random(tensor: Tensor, seed: int) -> Tensor:
         return torch.zeros(shape)
     if len(shape) < 2:  # the weight of a norm, for one
         return 1 + 0.1 * torch.rand(shape, generator=generator)
-    values: Tensor = (
-        torch.randn(min(tensor.numel(), _PERIOD), generator=generator) * shape[-1] ** -0.5
-    )
-    values = values.to(tensor.dtype)
+    noise = torch.randn(min(tensor.numel(), _PERIOD), generator=generator)
+    values: Tensor = (noise * shape[-1] ** -0.5).to(tensor.dtype)
     if len(shape) == 2 and shape[0] > _ROWS:  # an embedding: rows that overlap
         count = shape[0] + shape[1]
         return values.repeat(-(-count // len(values)))[:count].as_strided(shape, (1, 1))
