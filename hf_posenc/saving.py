@@ -152,7 +152,7 @@ def _load(
     if patch is not None:
         apply_config(model, patch, trained=True)
         if trained := trained_parameters(model):
-            fill_from_checkpoint(trained, path_or_id, options)
+            fill_from_checkpoint(model, trained, path_or_id, options)
         _keep_overrides(path_or_id, model, overrides)
     return (model, info) if with_info else model
 

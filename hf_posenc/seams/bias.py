@@ -331,10 +331,9 @@ class BiasSeam(NativeSeam):
             twice = () if place.adds else place.others
             with flattened(model, [Argument(b, k, ids, None) for b in self.blocks for k in twice]):
                 expected = run(model, ids)
+            slopes = exact, (0.0,) * len(own)
             try:
-                output, without = (
-                    self._tried(model, ids, place, slopes) for slopes in (exact, (0.0,) * len(own))
-                )
+                output, without = (self._tried(model, ids, place, each) for each in slopes)
             except (RuntimeError, ValueError, TypeError):  # a dtype or shape that the model refuses
                 continue
             size, effect = float(expected.abs().max()), float((expected - without).abs().max())

@@ -120,12 +120,11 @@ class DistanceSeam(NativeSeam):
             cells = str(size), str(heads), f"{scale:g}", limit
             found.setdefault(cells, []).append(table.weight.split(".")[-2])
         heading = ("tables", "buckets", "heads", "divided by", "max distance")
-        named = (
-            (f"{name} x{names.count(name)}", cells)
-            for cells, names in found.items()
-            for name in {*names}
-        )
-        return [heading, *((name, *cells) for name, cells in named)]
+        named = ((name, names, cells) for cells, names in found.items() for name in {*names})
+        return [
+            heading,
+            *((f"{name} x{names.count(name)}", *cells) for name, names, cells in named),
+        ]
 
     def _raise_limits(self, model: nn.Module, state: Record, method: T5) -> Edits:
         """Raise the limits in the modules, and return the edits of all configs that name them."""

@@ -54,15 +54,14 @@ def held(model: nn.Module, tensor: str | Tensor) -> Held:
     if isinstance(tensor, str):
         outer, _, name = tensor.rpartition(".")
         tensor = getattr(model.get_submodule(outer), name)
-    return Held(
-        tuple(
-            (module, key)
-            for module in model.modules()
-            for own in (module._parameters, module._buffers)
-            for key, value in own.items()
-            if value is tensor
-        )
+    places = (
+        (module, key)
+        for module in model.modules()
+        for own in (module._parameters, module._buffers)
+        for key, value in own.items()
+        if value is tensor
     )
+    return Held(tuple(places))
 
 
 def write(target: Any, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,10 +90,8 @@ class Record:
     """All that a patch has changed, which `undo` reverts; kept in the model, so that a copy carries its own."""
 
     original: int  # the original context length, in tokens; 0 if the model has none
-    # The context length that the patch reaches; `None` where it follows the text.
-    extended: int | None
-    # The form in which plain transformers computes the patch, as in `Patch`.
-    export: str | None = None
+    extended: int | None  # the one that the patch reaches; `None` where it follows the text
+    export: str | None = None  # the form in which plain transformers computes it, as in `Patch`
     # Every config and module with attributes that were set, and their values from before.
     changes: list[tuple[Any, dict[str, Any]]] = field(default_factory=list)
     # The tables that were swapped, and their tensors from before.
@@ -130,12 +127,16 @@ class Record:
 
 
 def length_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the tokens of a forward, padding included, and those in its cache; `None` if it gets no text."""
-    given = text_of(args, kwargs)
-    if given is None or given.dim() < 2:
-        return None
-    count = getattr(cache_of(kwargs), "get_seq_length", None)
-    return given.shape[1], int(count()) if count is not None else 0
+    """Return the tokens of a forward's longer text, padding included, and of its cache; `None` if it gets no text."""
+    texts = text_of(args, kwargs), *map(kwargs.get, ("decoder_input_ids", "decoder_inputs_embeds"))
+    source, *targets = (0 if x is None or x.dim() < 2 else x.shape[1] for x in texts)
+    target, cache = max(targets), cache_of(kwargs)
+    cached = 0 if cache is None else int(cache.get_seq_length())
+    if target:
+        return max((source, 0), (target, cached), key=sum)
+    if "lengths" in kwargs:  # of whole texts: XLM gets what is in its cache again, and cuts it off
+        source -= cached
+    return (source, cached) if source else None
 
 
 @dataclass(frozen=True)
@@ -145,16 +146,35 @@ class TableEnd:
     positions: int
 
     def __call__(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if torch.compiler.is_compiling() or (length := length_of(args, kwargs)) is None:
+        tokens = 0 if torch.compiler.is_compiling() else sum(length_of(args, kwargs) or ())
+        if tokens <= self.positions:
             return
-        tokens, rows = sum(length), tokens_of_rows(kwargs.get("attention_mask"))
-        if rows is not None:  # the longest text of a padded batch
-            tokens = min(tokens, max(rows))
-        if tokens > self.positions:
-            raise PosencError(
-                f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
-                f"Patch it with a target_length of at least {tokens:,}."
-            )
+        mask: Any = kwargs.get("attention_mask")
+        rows = tokens_of_rows(mask)
+        # The mask of an encoder does not describe its decoder's text.
+        longest = max(rows) if rows is not None and mask.shape[1] == tokens else tokens
+        if self._skips_padding(model, kwargs) and (tokens := longest) <= self.positions:
+            return
+        way = "Patch"
+        if longest <= self.positions:
+            way = f"Padding takes positions too: pad to at most {self.positions:,} tokens, or patch"
+        raise PosencError(
+            f"{tokens:,} tokens: the patched tables of {type(model).__name__} have {self.positions:,} positions. "
+            f"{way} it with a target_length of at least {tokens:,}."
+        )
+
+    def _skips_padding(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
+        """Return whether a text that is padded past the table reads it as it does alone."""
+        modules = [*model.modules()]
+        if any(hasattr(each, "make_weights") or hasattr(each, "make_weight") for each in modules):
+            return False  # past its end, whatever the mask, the class writes a table of its own
+        # Positions are given, or counted from the mask (OPT) or from the tokens that are no padding (RoBERTa).
+        return kwargs.get("position_ids") is not None or any(
+            "attention_mask" in inspect.signature(type(each).forward).parameters
+            or each.padding_idx == len(each.weight) - self.positions - 1
+            for each in modules
+            if isinstance(each, nn.Embedding)
+        )
 
 
 def tokens_of_rows(mask: Any) -> list[int] | None:
@@ -181,10 +201,8 @@ class Replaced:
     @property
     def __signature__(self) -> inspect.Signature:
         """The arguments of the forward from before."""
-        if self.earlier is not None:
-            return inspect.signature(self.earlier)
-        signature = inspect.signature(type(self.module).forward)
-        return signature.replace(parameters=[*signature.parameters.values()][1:])
+        own = types.MethodType(type(self.module).forward, self.module)
+        return inspect.signature(self.earlier or own)
 
     def install(self) -> Replaced:
         """Replace the forward, until `remove`; return the new one."""
@@ -249,9 +267,7 @@ class Replaced:
 
 def refuse_replica(model: nn.Module, args: Any) -> None:
     """Refuse a replica of DataParallel, in which replaced code reads weights of the model itself: a pre-hook."""
-    if not getattr(model, "_is_replica", False):
-        return
-    if any(
+    if getattr(model, "_is_replica", False) and any(
         hasattr(module, PARAMETERS)
         or any(isinstance(own, Replaced) for own in vars(module).values())
         for module in model.modules()
@@ -265,6 +281,8 @@ def refuse_replica(model: nn.Module, args: Any) -> None:
 
 class ShownTable(Replaced):
     """The forward of a module that holds a table, to which another tensor is shown in its place; the table stays."""
+
+    texts: tuple[Any, ...] = ()  # hooks of the model that decide on the tensor
 
     def __init__(self, module: nn.Module, name: str, start: int) -> None:
         super().__init__(module)
@@ -280,6 +298,14 @@ class ShownTable(Replaced):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_made": None}
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShownTable:
+        """Return a copy for that of the module; if its model is not copied (PEFT), hooks of the model are the same."""
+        for each in self.texts:
+            memo.setdefault(id(each), each)
+        memo[id(self)] = copied = copy.copy(self)
+        copied.__dict__ = copy.deepcopy(self.__getstate__(), memo)
+        return copied
+
     def tensor(self, table: Tensor) -> Tensor | None:
         """Return the tensor that is shown for a table; `None`: the table itself."""
         raise NotImplementedError
@@ -291,11 +317,8 @@ class ShownTable(Replaced):
         """
         if torch.compiler.is_compiling() or table.is_inference() or table.is_meta:
             return make(table.detach())
-        made = self._made  # once, for the threads
-        last = None if made is None else made[0]
-        kind = (table.dtype, table.device)
-        if last is None or (last.dtype, last.device) != kind or not torch.equal(last, table):
+        made, kind = self._made, (table.dtype, table.device)  # read once, for the threads
+        if made is None or (made[0].dtype, made[0].device) != kind or not made[0].equal(table):
             with torch.inference_mode(False), torch.no_grad():
                 self._made = made = table.detach().clone(), make(table.detach())
-        assert made is not None
         return made[1]

@@ -254,11 +254,8 @@ class Scores(Pending):
         if isinstance(other, Tensor) and is_nothing(other):
             dtype = torch.promote_types(self.dtype, other.dtype)
             return self.like(self.product, dtype=dtype)
-        if (
-            not isinstance(other, Tensor)
-            or isinstance(other, Pending)
-            or not other.is_floating_point()
-        ):
+        plain = isinstance(other, Tensor) and not isinstance(other, Pending)
+        if not plain or not other.is_floating_point():
             return NotImplemented
         if torch.broadcast_shapes(other.shape, self.shape) != self.shape or not other.dim():
             return NotImplemented
@@ -276,9 +273,8 @@ class Scores(Pending):
         if not isinstance(mask, Tensor) or isinstance(mask, Pending) or mask.requires_grad:
             return NotImplemented
         zeros = mask == 0
-        if torch.broadcast_shapes(mask.shape, self.shape) != self.shape or not bool(
-            (zeros | (mask == 1)).all()
-        ):
+        fits = torch.broadcast_shapes(mask.shape, self.shape) == self.shape
+        if not fits or not bool((zeros | (mask == 1)).all()):
             return NotImplemented
         return self.like(replace(self.product, zeroed=_filled(zeros, self.dim())))
 
@@ -321,11 +317,8 @@ class Weights(Pending):
         if name == "matmul" and not kwargs and isinstance(args[0], Tensor):
             value, (batch, heads) = args[0], self.product.lead or (0, 0)
             fits = {(batch, heads), (batch, 1)} if value.dim() == 4 else {(batch * heads,)}
-            if (
-                isinstance(value, Pending)
-                or value.dim() != self.dim()
-                or value.shape[:-2] not in fits
-            ):
+            plain = not isinstance(value, Pending) and value.dim() == self.dim()
+            if not plain or value.shape[:-2] not in fits:
                 return NotImplemented
             out, self.found = self.product.attend(value, weights=self.product.scope.weights)
             return out

@@ -119,9 +119,8 @@ class _Reads(TorchDispatchMode):
             self.names[output.untyped_storage().data_ptr()] = named
             self.kept.append(output)
         elif (read := _rows_read(func, args)) is not None:
-            axis = (
-                read[0] - source.dim() + named[1].dim()
-            )  # `repeat` puts axes before the table's own
+            # `repeat` puts axes before the table's own.
+            axis = read[0] - source.dim() + named[1].dim()
             self.reads.setdefault(named[0], []).append((max(axis, 0), read[1].detach().clone()))
         return output
 

@@ -58,10 +58,6 @@ def method_of(name: str, scale: float) -> TableMethod:
     return method
 
 
-def table_of(model: PreTrainedModel) -> Tensor:
-    return model.get_parameter(zoo.in_force(model).places[1][0]).detach().clone()
-
-
 # Rows: each formula once more, one position at a time, in float64
 
 
@@ -167,7 +163,7 @@ def test_a_model_built_longer_with_the_same_weights_is_equal(model_type: str, me
     patch_model(model, method, target_length=4 * LENGTH)
     patch = zoo.in_force(model)
     assert (patch.export, patch.extended_length) == ("weights", 4 * LENGTH)
-    table, before = table_of(model), original[patch.places[1][0]]
+    table, before = (each[patch.places[1][0]] for each in (model.state_dict(), original))
     start = len(before) - LENGTH
     assert torch.equal(table[:start], before[:start])
     rows = method_of(method, 4).rows(before[start:].double(), 4 * LENGTH)
@@ -243,11 +239,38 @@ def test_a_buffer_that_is_made_from_the_table_follows_it(tmp_path: Path) -> None
         patch_model(model, "tile", scale=2)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "method"),
+    [("xglm", "sinusoidal"), ("fsmt", "sinusoidal"), ("gpt2", "tile"), ("opt", "tile"),
+     ("roberta", "tile"), *late(["m2m_100", "nllb-moe", "marian"], ["sinusoidal"]),
+     *late(["xglm", "fsmt", "bert"], ["nope"])],
+)  # fmt: skip
+def test_padding_past_the_table_is_refused_where_it_counts(model_type: str, method: str) -> None:
+    model = patch_model(build_text_model(model_type), method, target_length=2 * LENGTH)
+    few, mask = ids_of(model, 20), (torch.arange(140) < 100).long()[None]
+    before = outputs(model, few)
+    wide = ids_of(model, 140).where(mask > 0, model.config.pad_token_id or 0)
+    given = {"input_ids": wide, "attention_mask": mask}
+    if model_type in ("opt", "roberta"):
+        padded, alone = model(**given).logits[:, :100], model(wide[:, :100]).logits
+        torch.testing.assert_close(padded, alone, rtol=1e-4, atol=2e-5)
+        return
+    if model_type == "gpt2":  # as generate() does
+        model(**given, position_ids=mask.cumsum(1) - 1)
+    if model.config.is_encoder_decoder:
+        given["decoder_input_ids"] = few
+        with pytest.raises(PosencError, match=r"140 tokens: .* positions\. Patch it"):
+            model(input_ids=few, decoder_input_ids=wide)
+    with pytest.raises(PosencError, match=r"140 tokens: .* pad to at most 128 tokens"):
+        model(**given)
+    assert difference(outputs(model, few), before) == 0  # no table of the class is in force
+
+
 # Texts within the trained length keep their rows
 
 
 def test_by_request_short_texts_do_not_change_and_long_ones_are_interpolated() -> None:
-    model = build_text_model("gpt2")
+    model: Any = build_text_model("gpt2")
     short, ids = ids_of(model, LENGTH), ids_of(model, LENGTH + 20)
     before = outputs(model, short)
     patch_model(model, "interpolate", scale=4, update="request")
@@ -255,7 +278,11 @@ def test_by_request_short_texts_do_not_change_and_long_ones_are_interpolated() -
     assert difference(outputs(model, short), before) == 0
     assert difference(outputs(model, ids), outputs(static, ids)) == 0
     assert difference(outputs(static, short), before) > 1e-2
-    assert len(model.transformer.wpe.weight) == LENGTH  # type: ignore[union-attr, arg-type]
+    assert len(model.transformer.wpe.weight) == LENGTH
+    model.transformer.wpe.weight.data.mul_(2)  # which leaves its version as it was
+    assert difference(outputs(model, ids), outputs(static, ids)) > 1e-3
+    model.transformer.wpe.weight.data.div_(2)
+    assert difference(outputs(model, ids), outputs(static, ids)) == 0
 
 
 def test_by_request_refuses_what_has_no_single_table() -> None:
@@ -298,9 +325,15 @@ def test_decoding_past_the_trained_length_equals_one_forward() -> None:
     ids = ids_of(model, LENGTH + 6)
     steps = in_steps(model, ids, [LENGTH - 2, *[1] * 8])
     torch.testing.assert_close(steps, zoo.logits(model, ids), rtol=1e-4, atol=2e-5)
+    model = patch_model(build_text_model("xlm"), "tile", scale=2)  # gets its cached tokens again
+    options = dict.fromkeys(("max_new_tokens", "min_new_tokens"), 26) | {"pad_token_id": 0}
+    assert model.generate(ids_of(model, 102), **options).shape[1] == 2 * LENGTH
+    with pytest.raises(PosencError, match="129 tokens"):
+        model.generate(ids_of(model, 103), **options)
 
 
 def test_by_request_copies_have_patches_of_their_own() -> None:
+    peft: Any = pytest.importorskip("peft")
     model = build_text_model("bert")
     before, stock = model.state_dict(), outputs(model, ids_of(model, 50))
     patch_model(model, "interpolate", scale=2, update="request")
@@ -311,6 +344,10 @@ def test_by_request_copies_have_patches_of_their_own() -> None:
         unpatch_model(copied)
         assert difference(outputs(copied, ids_of(model, 50)), stock) == 0
         assert difference(outputs(model, ids), expected) == 0
+    given = {"target_modules": ["query"], "modules_to_save": ["position_embeddings"]}
+    config = peft.LoraConfig(**given)  # the table is copied without its model
+    adapted: Any = peft.get_peft_model(copy.deepcopy(model), config)
+    assert difference(outputs(adapted.base_model.model, ids), expected) == 0
     unpatch_model(model)
     assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
 
@@ -475,18 +512,6 @@ def test_every_table_grows(model_type: str) -> None:
     unpatch_model(model)
     assert all(torch.equal(each, original[name]) for name, each in model.state_dict().items())
     assert difference(outputs(model, ids), short) == 0
-
-
-def test_by_request_a_table_that_was_written_to_in_place_is_read_anew() -> None:
-    """A write to `.data` leaves the tensor's version as it was."""
-    model: Any = build_text_model("gpt2")
-    ids = ids_of(model, LENGTH + 20)
-    patch_model(model, "interpolate", scale=4, update="request")
-    table, before = model.transformer.wpe.weight, outputs(model, ids)
-    table.data.mul_(2)
-    assert difference(outputs(model, ids), before) > 1e-3
-    table.data.div_(2)
-    assert difference(outputs(model, ids), before) == 0
 
 
 def test_a_model_with_quantized_layers_gets_a_longer_table() -> None:
