@@ -455,22 +455,34 @@ def _with_adapter(path: str | Path, file: str, auto_class: Any, kwargs: dict[str
 
 
 def fill_from_checkpoint(
-    trained: Mapping[str, Tensor], path_or_id: str | Path, options: Mapping[str, Any]
+    model: Any, trained: Mapping[str, Tensor], path_or_id: str | Path, options: Mapping[str, Any]
 ) -> None:
     """Give the parameters of a patch their values in a checkpoint; raise for others than those of the patch."""
+    from transformers.core_model_loading import revert_weight_conversion
     from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
     from transformers.utils.hub import cached_file
 
-    names = [SAFE_WEIGHTS_NAME]
+    def opened(name: str) -> Any:
+        return safe_open(cached_file(path_or_id, name, **options), "pt")
+
+    files: dict[str, str] = {}
     if (index := _file_of(path_or_id, SAFE_WEIGHTS_INDEX_NAME, options)) is not None:
         files = json.loads(Path(index).read_text(encoding="utf-8"))["weight_map"]
-        names = sorted({files[name] for name in trained if name in files})
-    if _file_of(path_or_id, PARAMETER_FILE, options) is not None:
-        names = [PARAMETER_FILE, *names]
+    beside = _file_of(path_or_id, PARAMETER_FILE, options) is not None
+    for name in ([] if files else [SAFE_WEIGHTS_NAME]) + [PARAMETER_FILE] * beside:
+        with opened(name) as weights:
+            files |= dict.fromkeys(weights.keys(), name)
+    own = {name: name for name in trained if name in files}
+    if len(own) < len(
+        trained
+    ):  # some families are saved under other names than the model has (EXAONE)
+        numbers = {name: torch.tensor(number) for number, name in enumerate(trained)}
+        saved = revert_weight_conversion(model, numbers)
+        own |= {key: n for key in files.keys() & saved for n in numbers if saved[key] is numbers[n]}
     loaded: dict[str, Tensor] = {}
-    for name in names:
-        with safe_open(cached_file(path_or_id, name, **options), "pt") as weights:
-            loaded |= {key: weights.get_tensor(key) for key in weights.keys() if key in trained}  # noqa: SIM118
+    for key, name in own.items():
+        with opened(files[key]) as weights:
+            loaded[name] = weights.get_tensor(key)
     fill(trained, loaded, path_or_id)
 
 

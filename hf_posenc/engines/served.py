@@ -81,7 +81,7 @@ def served_layers(
             given = dataclasses.replace(patch, layers=changed)
             return served_layers(config, given, trained, **options)
     if trained is not None and (parameters := trained_parameters(model)):
-        fill_from_checkpoint(parameters, trained, options)
+        fill_from_checkpoint(model, parameters, trained, options)
     layers = {n: _served(patch, text, n, *found) for n, found in _numbered(patch, model).items()}
     state: Any = state_of(model)
     return layers, state.extended

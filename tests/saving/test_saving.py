@@ -134,6 +134,18 @@ def test_parameters_of_another_model_leave_it_as_it_was(
     assert torch.equal(logits(other), before)
 
 
+@pytest.mark.parametrize("size", ["5GB", "20KB"])
+@pytest.mark.parametrize("family", ["exaone", "fuyu"])
+def test_parameters_are_loaded_where_weights_are_saved_under_other_names(
+    family: str, size: str, tmp_path: Path
+) -> None:
+    model = patch_model(zoo.build(family), "kerple_log")
+    for parameter in trained_parameters(model).values():
+        parameter.data.mul_(1.5)
+    model.save_pretrained(tmp_path, max_shard_size=size)
+    assert torch.equal(logits(from_pretrained(tmp_path, auto_class=type(model))), logits(model))
+
+
 class TestOnlyWithHfPosenc:
     """Plain transformers refuses a patch that it cannot compute; with trust_remote_code it loads it."""
 
