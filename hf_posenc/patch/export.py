@@ -122,7 +122,9 @@ def plan_edit(
     for form, rope_parameters, old in trials:
         for head_dim in ({}, _readable_head_dim(config)):
             values = {**lengths, "rope_parameters": rope_parameters, **head_dim, **old}
-            if _proven(config, values, tables):
+            if (loaded := _proven(config, values, tables)) is not None:
+                if _ORIGINAL in vars(loaded):  # the class of Phi-3.5-MoE sets it when a config is saved
+                    values.setdefault(_ORIGINAL, vars(loaded)[_ORIGINAL])
                 return values, form
     return {} if method.length_dependent else lengths, None
 
@@ -231,8 +233,8 @@ def _own_length(table: RotaryTable) -> int | None:
     return old.get(_ORIGINAL) if old.get("llama_4_scaling_beta") else None
 
 
-def _proven(config: Any, values: Mapping[str, Any], tables: list[PatchedTable]) -> bool:
-    """Return whether a config with these values, saved and loaded, builds rotary modules that compute the patch."""
+def _proven(config: Any, values: Mapping[str, Any], tables: list[PatchedTable]) -> Any:
+    """Return a config with these values, saved and loaded; `None` if its rotary modules do not compute the patch."""
     trial = copy.deepcopy(config)
     write(trial, values)
     loaded: Any = reloaded(trial)
@@ -240,9 +242,10 @@ def _proven(config: Any, values: Mapping[str, Any], tables: list[PatchedTable]) 
     try:
         with quiet():
             fresh = {kind: kind(loaded) for kind in kinds} if loaded is not None else {}
-        return bool(fresh) and all(one.proven_by(fresh[type(one.table.module)]) for one in tables)
+        proven = bool(fresh) and all(x.proven_by(fresh[type(x.table.module)]) for x in tables)
+        return loaded if proven else None
     except Exception:
-        return False
+        return None
 
 
 def reloaded(config: Any) -> Any:

@@ -348,6 +348,7 @@ def test_plain_transformers_loads_what_is_saved(
     model: PreTrainedModel, model_type: str, case: str, tmp_path: Path
 ) -> None:
     """``save_pretrained``, then the model class's own ``from_pretrained``: the same logits, with no help from here."""
+    before = model.config.to_dict().keys()
     patch(model, **NATIVE[case][0])
     if zoo.in_force(model).export is None:
         if not PAGE_IS_CURRENT:
@@ -362,6 +363,8 @@ def test_plain_transformers_loads_what_is_saved(
     assert get_patch(loaded) is None
     limit = TOLERANCE.get(model_type, 1e-4)
     assert zoo.relative_difference(zoo.logits(loaded, tokens), want) < limit
+    unpatch_model(model)
+    assert model.config.to_dict().keys() == before
 
 
 # Which layers, which towers
