@@ -137,8 +137,7 @@ def find_gguf(path_or_id: Any) -> Path | None:
         return catalog.fetched(str(path))[0] if str(path) in catalog.checkpoints() else None
     if any((path / name).exists() for name in _CONFIG_FILES):
         return None
-    files = sorted(path.glob(f"*{SUFFIX}"))
-    if len(files) > 1:
+    if len(files := sorted(path.glob(f"*{SUFFIX}"))) > 1:
         listed = ", ".join(file.name for file in files)
         raise PosencError(
             f"The folder {path} has {len(files)} GGUF files ({listed}). Give one of them: {files[0]}"
@@ -403,8 +402,7 @@ def _of_divisors(
     """Return the scaling that divides the frequencies by these lists: Llama 3's formula if it gives them."""
     context = int(header.get("context_length") or text.max_position_embeddings)
     original = int(header.get("rope.scaling.original_context_length") or context)
-    single = divisors.get(ROPE_TENSORS[0])
-    if single is None:
+    if (single := divisors.get(ROPE_TENSORS[0])) is None:
         if absent := [name for name in ROPE_TENSORS[1:] if name not in divisors]:
             raise _inexpressible(header, f"it lacks {absent[0]}")
         short, long = (divisors[name] for name in ROPE_TENSORS[1:])

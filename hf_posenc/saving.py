@@ -349,8 +349,7 @@ def load_adapter(
 
     config, required = read_adapter(file)
     if required is not None:
-        fresh = get_patch(model) is None
-        if fresh:
+        if fresh := (get_patch(model) is None):
             with _same_random_weights(allow_missing_weights):
                 apply_config(model, required, trained=True)
         patch = get_patch(model)

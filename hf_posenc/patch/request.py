@@ -72,8 +72,7 @@ def resolve_request(
         shared["original_max_position_embeddings"] = original_max_position_embeddings
         shared["target_length"] = target
         return _by_layers(source, method, layers, options, shared)
-    parts = named(method)
-    if len(parts) > 1:
+    if len(parts := named(method)) > 1:
         _check_list(parts, scale, target, options)
     if isinstance(layers, Iterable) and not isinstance(layers, str):
         layers = tuple(plain(layers))
