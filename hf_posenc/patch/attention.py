@@ -93,7 +93,7 @@ def install_attention(
     owners = owners_of(model, tables)
     for owner in owners:
         _refuse(model, owner, state.in_attention)
-    if _is_pair(model):
+    if is_pair(model):
         every = [table for table in every if owner_of(model, table.name) in owners]
     if empty := without_weights(model):
         _keep_tables(model, state, every)
@@ -110,7 +110,7 @@ def install_attention(
             state.sample = Sample({})
             subject, text, expected = trial_inputs(model, owners[-1])
     tried: tuple[Any, Inputs] = owners[0], {"input_ids": ids}
-    if _is_pair(model):
+    if is_pair(model):
         tried = subject, text
     natives = {owner: _choose_engine(owner, state) for owner in owners}
     for owner, native in natives.items():
@@ -137,7 +137,7 @@ def install_attention(
             for owner in owners:
                 _use_engine(owner, written=any(x.beside or x.recorded.adds for x in own[owner]))
         verify(subject, text, expected, layers, wrappers, engine=native is None)
-        scaled = bool(of_queries(state.in_attention)) and not _is_pair(model)
+        scaled = bool(of_queries(state.in_attention)) and not is_pair(model)
         with everything_at_zero(wrappers):  # else a table that follows the text has a factor too
             own_factors = own_temperatures(owners[0], ids) if scaled else {}
         for module, each in state.sample.counterparts().items():
@@ -150,7 +150,7 @@ def install_attention(
         for owner in owners:
             _share(owner, own[owner])
             hooks = count_positions_of(model, owner)
-            if _is_pair(model) and not hooks:
+            if is_pair(model) and not hooks:
                 owner.register_forward_pre_hook(refuse_padding, with_kwargs=True)
             watch = watches[owner]
             if native is None:
@@ -181,7 +181,7 @@ def _keep_tables(model: nn.Module, state: State, tables: Sequence[RotaryTable]) 
     keep_frequencies(model, state, [table for table in tables if id(table.module) not in kept])
 
 
-def _is_pair(model: Any) -> bool:
+def is_pair(model: Any) -> bool:
     """Return whether a model is an encoder and a decoder."""
     return bool(getattr(model.config, "is_encoder_decoder", False))
 
@@ -189,7 +189,7 @@ def _is_pair(model: Any) -> bool:
 def owners_of(model: nn.Module, tables: Sequence[RotaryTable]) -> list[Any]:
     """Return the decoder that rotary tables belong to; of an encoder-decoder model both parts, where both have some."""
     owners = dict.fromkeys(owner_of(model, table.name) for table in tables)
-    return list(owners) if _is_pair(model) else list(owners)[:1]
+    return list(owners) if is_pair(model) else list(owners)[:1]
 
 
 def _use_engine(owner: Any, *, written: bool) -> None:
@@ -327,9 +327,8 @@ def _choose_engine(owner: Any, state: State) -> str | None:
     for part, name in zip(parts[1:], before[1:], strict=True):
         if part is not owner.config.get_text_config(decoder=True):
             vars(part)[IMPLEMENTATION] = name
-    if owner.config._attn_implementation != ENGINE:  # it has attention in code of its own
-        return None
-    if any(seam_of(method) != "query" for method in state.in_attention):
+    own_code = owner.config._attn_implementation != ENGINE
+    if own_code or any(seam_of(method) != "query" for method in state.in_attention):
         return None
     native = state.attention
     for part in parts:
@@ -367,8 +366,7 @@ def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:
             continue
         owner = owner_of(model, own[0].name)
         if isinstance(own[0], SinCosTable):
-            repositioned = give_positions(model, own[0])
-            if repositioned is None:
+            if (repositioned := give_positions(model, own[0])) is None:
                 raise UnsupportedModelError(
                     f"{type(owner).__name__} rotates and attends in code of its own, by a table of sines and cosines "
                     f"({own[0].name}) that hf_posenc cannot give other positions. {FREQUENCY_METHODS_WORK}"
@@ -382,7 +380,6 @@ def _reposition(model: nn.Module, tables: Sequence[RotaryTable]) -> Wrappers:
 
 
 def _check_hooks(state: State, layers: Sequence[CalibratedLayer]) -> None:
-    """Check the hooks of every method for the heads of these layers."""
     calls = [layer.recorded for layer in layers]
     shapes = {(call.query.shape[1], call.key.shape[1], call.query.shape[-1]) for call in calls}
     parts = [([*part.methods], part.original) for part in state.parts]
@@ -510,8 +507,7 @@ def encoding_of(
         check_frequencies(base.method, spec)
         if compose and layer.rotation is not None:
             factor = layer.rotation.factor
-        order = None if layer.rotation is None else layer.rotation.order
-        if order is not None:
+        if layer.rotation is not None and (order := layer.rotation.order) is not None:
             spec = replace(spec, order=order if spec.order is None else spec.order[order])
     return replace(
         base,
@@ -527,8 +523,7 @@ def encoding_of(
 
 def _share(owner: nn.Module, layers: Sequence[CalibratedLayer]) -> None:
     """Store once, in the decoder, what methods share among layers."""
-    encodings = ((layer.module, getattr(layer.module, LAYER).encoding) for layer in layers)
-    pairs = ((module, e.bias) for module, e in encodings)
+    pairs = ((layer.module, getattr(layer.module, LAYER).encoding.bias) for layer in layers)
     share_parameters(owner, [pair for pair in pairs if pair[1] and pair[1].shared_parameters])
 
 
@@ -536,7 +531,7 @@ def count_positions_of(model: nn.Module, owner: nn.Module) -> list[RemovableHand
     """Hook the decoder and the models around it, some of which count positions before they call it (Gemma 4)."""
     around = [module for module in model.modules() if owner in module.modules()]
     # With the mask for three axes, or of the encoder.
-    if _is_pair(model) or any(hasattr(module, "get_rope_index") for module in around):
+    if is_pair(model) or any(hasattr(module, "get_rope_index") for module in around):
         around = [owner]
     return [
         module.register_forward_pre_hook(count_positions, with_kwargs=True)

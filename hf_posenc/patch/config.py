@@ -79,8 +79,7 @@ class PatchConfig:
     @property
     def parts(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
         """The name of every method, and its options, the scale among them."""
-        rest = (part for other in self.elsewhere for part in other.parts)
-        return (*self._own_parts, *rest)
+        return (*self._own_parts, *(part for other in self.elsewhere for part in other.parts))
 
     @property
     def _own_parts(self) -> tuple[tuple[str, Mapping[str, Any]], ...]:
@@ -216,8 +215,7 @@ def check_option(method: type[Method], option: str) -> None:
     possible = (*method.knobs(), *_BESIDE)
     if option in possible:
         return
-    here = _NAMES_ELSEWHERE.get(option.lower())
-    if here in possible:
+    if (here := _NAMES_ELSEWHERE.get(option.lower())) in possible:
         raise PosencError(f"Unknown option of {method.name} {option!r}. It is called {here} here.")
     raise unknown(f"option of {method.name}", option, possible)
 
@@ -256,12 +254,9 @@ def _layers_in_words(layers: Layers) -> str:
     """`"the full layers"`, `"layers 0-15, 20"`."""
     if isinstance(layers, str):
         return f"the {layers} layers"
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
+    # In a run of neighbours, numbers and places differ by the same.
+    groups = itertools.groupby(enumerate(sorted(layers)), lambda pair: pair[1] - pair[0])
+    runs = ([number for _, number in group] for _, group in groups)
     spans = (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
     return f"layer{'s' if len(layers) > 1 else ''} {', '.join(spans)}"
 

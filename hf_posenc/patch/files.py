@@ -44,8 +44,7 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
         'posenc_config.json'
         >>> model = load_patch(unpatch_model(model), "my-patch")
     """
-    config = patch_to_save(model)
-    if config is None:
+    if (config := patch_to_save(model)) is None:
         raise PosencError("This model is not patched: nothing to save. Call patch_model first.")
     if not str(directory or "").strip():
         raise PosencError(f"{directory!r} is no folder to save the patch to. Give its path.")
@@ -59,8 +58,7 @@ def save_patch(model: nn.Module, directory: str | Path) -> Path:
 
 def patch_to_save(model: nn.Module) -> PatchConfig | None:
     """Return a model's patch; `None` where it is not patched. Refuse a method that cannot be loaded by name."""
-    patch = get_patch(model)
-    if patch is None:
+    if (patch := get_patch(model)) is None:
         return None
     for method in patch.methods:
         if method not in available_methods():

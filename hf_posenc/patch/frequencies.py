@@ -108,13 +108,9 @@ def _layers_of(model: nn.Module, paths: Sequence[str], sample: Sample) -> set[in
 
 def keep_frequencies(model: nn.Module, state: State, tables: Tables) -> None:
     """Wrap static rotary modules that are as they were, so that no cast and nothing that fills tensors changes them."""
-    wrapped = {id(each.base) for each in model.modules() if isinstance(each, PosencRotary)}
-    moving = {id(table.module) for table in tables if table.moves}
-    own = [
-        table
-        for table in tables
-        if not (isinstance(table, SinCosTable) or id(table.module) in wrapped | moving)
-    ]
+    left = {id(each.base) for each in model.modules() if isinstance(each, PosencRotary)}
+    left |= {id(table.module) for table in tables if table.moves or isinstance(table, SinCosTable)}
+    own = [table for table in tables if id(table.module) not in left]
     method, gain = PositionInterpolation(scale=1.0), adapter_of(model).log_gain
     patched = _wrap(own, method, state, gain, in_force=True)
     replace_modules(model, {id(one.table.module): one.wrapper for one in patched})

@@ -116,8 +116,7 @@ def _patch(
 ) -> Callable[[], None] | None:
     """Patch a model, and return the function that puts back the patch from before; `None` if it is the same patch."""
     request = dict(request)
-    verify = request.pop("verify", "sample")
-    if verify not in ("sample", "full"):
+    if (verify := request.pop("verify", "sample")) not in ("sample", "full"):
         raise PosencError(f'verify is "sample" or "full", not {verify!r}.')
     inner: Any = unwrap(model)
     earlier = state_of(model)
@@ -251,8 +250,7 @@ def _suspend(model: nn.Module, state: State | None) -> Callable[[], None]:
     """
     if state is None:
         return lambda: None
-    holders = [*model.modules(), *(target for target, _ in state.changes)]
-    held = [vars(holder) for holder in holders]
+    held = [vars(each) for each in (*model.modules(), *(target for target, _ in state.changes))]
     held += [inner for outer in held for inner in outer.values() if isinstance(inner, dict)]
     before = [dict(entries) for entries in held]
     _undo(model, state)
@@ -327,8 +325,7 @@ def _is_foreign(
     for table in tables:
         if table.scaled and request.get("replace") is True and frequencies:
             continue  # starts from rope_theta
-        difference = foreign_frequencies(model, table)
-        if not difference:
+        if not (difference := foreign_frequencies(model, table)):
             continue
         set_by_hand = is_table(table.live()[0]) and table.rope_type not in PER_LENGTH
         if set_by_hand and request.get("compose") is True:
@@ -441,8 +438,7 @@ def unpatch_model(model: ModelT) -> ModelT:
         >>> get_patch(model) is None
         True
     """
-    state = state_of(model)
-    if state is None:
+    if (state := state_of(model)) is None:
         saved = vars(getattr(unwrap(model), "config", model)).get(export.BLOCK) or {}
         way = " A saved patch can be undone after hf_posenc.from_pretrained." if saved else ""
         if saved.get(export.IN_WEIGHTS):
@@ -530,8 +526,7 @@ def get_patch(model: nn.Module) -> Patch | None:
         >>> patch.options, patch.original_max_position_embeddings
         ({'scale': 4.0}, 4096)
     """
-    state = state_of(model)
-    if state is None:
+    if (state := state_of(model)) is None:
         return None
     layers: dict[str, Any] = {}
     if state.in_attention:

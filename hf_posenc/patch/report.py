@@ -59,8 +59,7 @@ class EffectiveTable:
     def row(self) -> tuple[str, ...]:
         """Return the table in one line: layers, modules, kind, d, theta, fastest and slowest frequency, factor."""
         more = f" (+{len(self.modules) - 1})" if len(self.modules) > 1 else ""
-        inv_freq = self.inv_freq
-        ends = ["", ""] if inv_freq.is_meta else [f"{inv_freq[i]:.6g}" for i in (0, -1)]
+        ends = ["", ""] if self.inv_freq.is_meta else [f"{self.inv_freq[i]:.6g}" for i in (0, -1)]
         theta = "" if self.theta is None else f"{self.theta:g}"
         kind = (self.layer_type or "all", self.modules[0] + more, self.rope_type)
         return (*kind, str(self.dim), theta, *ends, f"{self.attention_factor:.6g}")
@@ -145,9 +144,7 @@ class Patch:
         return title + (html_table(self.places) if self.places else self.tables._repr_html_())
 
     def _notes(self) -> str:
-        reach = "no set length"
-        if self.extended_length is not None:
-            reach = f"{self.extended_length} tokens"
+        reach = f"{self.extended_length} tokens" if self.extended_length else "no set length"
         saved = {
             "rope_parameters": "saves as native rope_parameters",
             "longrope": "saves as a longrope list that plain transformers loads",
@@ -222,7 +219,6 @@ def inspect_rope(model: nn.Module) -> EffectiveTables:
         label, inv_freq = table.label or None, inv_freq.detach()
         values = inv_freq.shape if inv_freq.is_meta else tuple(inv_freq.tolist())
         key = label, kind, theta, factor, inv_freq.device, values
-        before = effective[key].modules if key in effective else ()
-        names = (*before, table.name)
+        names = (*(effective[key].modules if key in effective else ()), table.name)
         effective[key] = EffectiveTable(label, names, kind, theta, inv_freq, factor, difference)
     return EffectiveTables(effective.values())

@@ -72,8 +72,7 @@ def resolve_request(
         shared["original_max_position_embeddings"] = original_max_position_embeddings
         shared["target_length"] = target
         return _by_layers(source, method, layers, options, shared)
-    parts = named(method)
-    if len(parts) > 1:
+    if len(parts := named(method)) > 1:
         _check_list(parts, scale, target, options)
     if isinstance(layers, Iterable) and not isinstance(layers, str):
         layers = tuple(plain(layers))
@@ -112,13 +111,12 @@ def resolve_request(
     aimed = [part for part in ending if part.takes_scale()] or ending
     for part, knobs in zip(parts, own, strict=True):
         takes_scale = len(parts) == 1 or part.takes_scale()
-        takes_target = len(parts) == 1 or part in aimed
-        sized = scale if takes_scale else None, target if takes_target else None
+        sized = scale if takes_scale else None, target if part in aimed else None
         built, reach = _build(part, *sized, original, options, knobs, has_length=has_length)
         methods.append(built)
         extended = max(extended or 0, reach or 0) or None
     if len(methods) > 1:
-        _check_list(methods, None, None, {})  # the seam of a dynamic method depends on its `update`
+        check_seams(methods)  # the seam of a dynamic method depends on its `update`
     for built in methods:
         others = [other for other in methods if other is not built]
         called(built, "check_beside", built.check_beside, others)
@@ -172,8 +170,7 @@ def _tables(
     whole = any(part.seam == "rotary" for part in parts)
     if isinstance(layers, tuple):
         _check_layers(tables, layers)
-    names = {table.label for table in tables} - {""}
-    if isinstance(layers, str) and layers in names:
+    if isinstance(layers, str) and layers in {table.label for table in tables} - {""}:
         moving = [p.name for p in parts if not of_kind(p, RopeScaling) or of_kind(p, Growing)]
         if moving:
             raise PosencError(

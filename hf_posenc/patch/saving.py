@@ -229,7 +229,6 @@ def _takes(config: Any, changes: dict[str, Any]) -> bool:
 
 
 def _auto_classes(model: Any) -> Iterator[str]:
-    """Yield the names of the auto classes that load a model's class."""
     from transformers.models.auto import modeling_auto
 
     for name, auto in vars(modeling_auto).items():

@@ -168,7 +168,8 @@ def composes(
     `log_n`: the option of that name of bands, which are named and not yet built.
     """
     if any(part.seam == "rotary" for part in parts):
-        _check_scaled(tables, compose=compose, replace=replace, **given)
+        if not replace:
+            _check_scaled([table for table in tables if table.scaled], compose=compose, **given)
         return compose
     # Beside a factor on queries, replace= is of the model's own.
     multiplies = any(part.seam == "query" or getattr(part, "log_n", False) for part in parts)
@@ -185,15 +186,12 @@ def _check_scaled(
     tables: Sequence[RotaryTable],
     *,
     compose: bool,
-    replace: bool,
     original: int | None,
     scale: float | None,
     target: int | None,
 ) -> None:
-    """Refuse to scale a scaled checkpoint unless it is said how; the message has the lengths of both ways."""
+    """Refuse to scale scaled tables unless it is said how; the message has the lengths of both ways."""
     for table in tables:
-        if not table.scaled or replace:
-            continue
         if compose and table.rope_type == "dynamic":
             raise PosencError(
                 f"compose=True needs one table, but {table.name} has rope_type='dynamic', whose table depends on the "

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor, nn
 
@@ -21,7 +21,7 @@ from hf_posenc.errors import (
 )
 from hf_posenc.methods import Method, NoPE
 from hf_posenc.model.unwrapping import owner_of, trial
-from hf_posenc.patch.attention import install_biases, warn_of
+from hf_posenc.patch.attention import install_biases, is_pair, warn_of
 from hf_posenc.patch.state import State
 from hf_posenc.seams import probes
 from hf_posenc.seams.held import Record, ShownTable, held
@@ -93,8 +93,7 @@ class SilencedTable(TablesByPosition):
     def _install_biases(self, model: nn.Module, state: Record, method: Method) -> None:
         # An encoder and a decoder have a table each; attention from one to the other has no position.
         paths = {id(owner_of(model, table.path)): table.path for table in self.tables}
-        config: Any = model.config
-        if getattr(config, "is_encoder_decoder", False) and len(paths) < 2:
+        if is_pair(model) and len(paths) < 2:
             raise UnsupportedModelError(
                 f"{type(model).__name__} has an encoder and a decoder that cannot be run alone, so {method.name} "
                 "cannot be tried on both. nope works on this model."

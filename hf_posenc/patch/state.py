@@ -96,8 +96,7 @@ def own_config(model: nn.Module, seams: Sequence[_SeamT]) -> tuple[_SeamT, ...]:
     """
     copies: dict[int, Any] = {}
     for module in model.modules():
-        config = vars(module).get("config")
-        if hasattr(config, "get_text_config"):
+        if hasattr(config := vars(module).get("config"), "get_text_config"):
             vars(module)["config"] = copy.deepcopy(config, copies)
     return tuple(replace(each, config=copies.get(id(each.config), each.config)) for each in seams)
 

@@ -389,8 +389,7 @@ def resume_point(
 
 
 def _read_settings(folder: Path) -> dict[str, Any] | None:
-    path = folder / SETTINGS
-    if not path.exists():
+    if not (path := folder / SETTINGS).exists():
         return None
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -419,8 +418,7 @@ def differences(before: Any, now: Any, name: str = "") -> list[str]:
 
 
 def _list(changed: list[str]) -> str:
-    more = f"; and {len(changed) - 4} more" if len(changed) > 4 else ""
-    return "; ".join(changed[:4]) + more
+    return "; ".join(changed[:4]) + (f"; and {len(changed) - 4} more" if len(changed) > 4 else "")
 
 
 class TrainingFolder:
@@ -510,8 +508,8 @@ class TrainingFolder:
         step, first = trainer.state.global_step, self._arguments.process_index == 0
         if first and self.checkpoint is not None and step == step_of(self.checkpoint):
             sys.stderr.write(f"Nothing is left to train: step {step:,} was the last.\n")
-        sharding = getattr(trainer.accelerator.state, "fsdp_plugin", None)
-        if sharding is not None:  # checkpoints may be in shards, the result is whole
+        # Checkpoints may be in shards, the result is whole.
+        if (sharding := getattr(trainer.accelerator.state, "fsdp_plugin", None)) is not None:
             sharding.set_state_dict_type("FULL_STATE_DICT")
         if self._interruption.received:
             if first:

@@ -130,10 +130,9 @@ def _check_precision(model: nn.Module, arguments: TrainingArguments) -> None:
     Adam's step is about the learning rate for every weight, and the neighbours of a weight of 0.02 in bfloat16 are 1e-4
     away. DeepSpeed keeps float32 copies itself, and accelerate makes them for FSDP2 with mixed precision.
     """
-    adam = any(name in str(arguments.optim).lower() for name in ("adam", "lion"))
     mixed = arguments.bf16 or arguments.fp16
     copies = arguments.deepspeed_plugin is not None or (wants_fsdp(arguments) and mixed)
-    if not adam or copies:
+    if not any(name in str(arguments.optim).lower() for name in ("adam", "lion")) or copies:
         return
     moved = seen = 0.0
     for parameter in model.parameters():

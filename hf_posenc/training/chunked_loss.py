@@ -394,8 +394,7 @@ def _is_close(actual: Tensor | None, expected: Tensor | None, dtype: torch.dtype
     # Half of the digits: sums over the vocabulary round by the shape of the product, and a wrong loss differs by more.
     # transformers computes losses in float32, those of a float64 model too.
     precision = max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
-    largest = float(expected.nan_to_num(0, 0, 0).abs().max())
-    tolerance = math.sqrt(precision) * largest
+    tolerance = math.sqrt(precision) * float(expected.nan_to_num(0, 0, 0).abs().max())
     return torch.allclose(actual, expected, rtol=0, atol=tolerance, equal_nan=True)
 
 

@@ -79,14 +79,12 @@ def cream(length: int, target: int, random: np.random.Generator) -> Numbers:
     scale, third = target / length, length // 3
     edge = third if random.random() < 0.5 else min(int(4 * scale), third)
     middle = length - 2 * edge
-    x = min(max(random.normal(1 + scale, CREAM_SIGMA), 2.0), 2 * scale)
-    alpha = math.floor(x)
+    alpha = math.floor(min(max(random.normal(1 + scale, CREAM_SIGMA), 2.0), 2 * scale))
     least = int(edge + (middle - 1) * alpha / 2)
     most = int(length * alpha / 2) - edge - 1
     last = int(random.integers(least, most, endpoint=True))
     head, tail = np.arange(edge), np.arange(target - edge, target)
-    between = np.arange(last - middle + 1, last + 1)
-    return np.concatenate([head, between, tail]).astype(np.int64)
+    return np.concatenate([head, np.arange(last - middle + 1, last + 1), tail]).astype(np.int64)
 
 
 def endprompt(length: int, target: int, random: np.random.Generator, prompt: int = 1) -> Numbers:

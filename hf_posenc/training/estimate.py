@@ -103,7 +103,6 @@ def step_cost(
     maps, head = 2.0 * shape.met * rows, 2.0 * shape.head * rows
     pairs = batch * forward_flops(shape, tokens, tokens) - maps - head
     full, passes = train == "full", 2 + checkpointing
-    flops = (passes + full) * maps + (passes + 1) * pairs + (3 + full) * head
     inputs = rows * shape.hidden * shape.dtype.itemsize
     return Step(
         weights=weights // shards,
@@ -111,7 +110,7 @@ def step_cost(
         optimizer=states // shards,
         activations=len(shape.attentions) * (inputs if checkpointing else layer),
         working=max(layer // 2 + (layer if checkpointing else 0), logits),
-        flops=accumulation * flops,
+        flops=accumulation * ((passes + full) * maps + (passes + 1) * pairs + (3 + full) * head),
     )
 
 

@@ -154,10 +154,9 @@ class DataArguments:
 
     def source(self, text: Sequence[str], dataset: str | None, split: str) -> DocumentOptions:
         """Return the options of the documents to train on, or of those to score."""
-        names = ("column", "encoding", "streaming", "tokenized")
         same: dict[str, Any] = {
             "config": self.dataset_config,
-            **{n: getattr(self, n) for n in names},
+            **{n: getattr(self, n) for n in ("column", "encoding", "streaming", "tokenized")},
         }
         return DocumentOptions(text=text, dataset=dataset, split=split, **same)
 

@@ -208,8 +208,7 @@ def lora_config(
     trained = [modules_to_save] if isinstance(modules_to_save, str) else [*modules_to_save]
     trained += [PARAMETERS] if trained_parameters(model) else []
     paths = dict(model.named_modules())
-    absent = [name for name in trained if not any(path.endswith(name) for path in paths)]
-    if absent:
+    if absent := [name for name in trained if not any(path.endswith(name) for path in paths)]:
         raise PosencError(f"modules_to_save names {absent[0]!r}, and no module is called so.")
     suffixes = tuple(trained)
     ties = tied and any(paths[path] is embeddings for path in paths if path.endswith(suffixes))

@@ -172,8 +172,7 @@ def group_shard() -> Shard:
 
 def gather(value: T) -> list[T]:
     """Return the values of all ranks, in order, on every rank. Call it on all ranks."""
-    count = group_shard().count
-    if count == 1:
+    if (count := group_shard().count) == 1:
         return [value]
     values: list[Any] = [None] * count
     dist.all_gather_object(values, value)

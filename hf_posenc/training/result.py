@@ -319,8 +319,7 @@ def write_result(
                 write_card(folder, log, scores, name=name)
         except PosencError as error:
             problem = error
-    problem = gather(problem)[0]  # all processes raise, or none
-    if problem is not None:
+    if (problem := gather(problem)[0]) is not None:  # all processes raise, or none
         raise problem
 
 

@@ -232,8 +232,7 @@ class Scores:
                 row = self._measure_row(model, stage, described, sharded, progress)
                 table = row if table is None else _with_row(table, row)
             elif last and stage != stages[-1]:
-                kept = stages[: stages.index(stage) + 1]
-                table = _select(table, [each.label for each in kept])
+                table = _select(table, [each.label for each in stages[: stages.index(stage) + 1]])
             else:
                 return table
         self._kept = table
@@ -325,9 +324,7 @@ def _after(step: int) -> str:
 
 def precision_of(arguments: TrainingArguments) -> torch.dtype | None:
     """Return the precision that a training computes in beside the weights' own."""
-    if arguments.bf16:
-        return torch.bfloat16
-    return torch.float16 if arguments.fp16 else None
+    return torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else None
 
 
 def conclusion(scores: PerplexityResult) -> str:

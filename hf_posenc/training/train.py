@@ -339,8 +339,7 @@ def resolve_lengths(
     """
     patch = get_patch(model)
     original = original_length(model, ())
-    target = target_length or (None if patch is None else patch.extended_length)
-    if target is None:
+    if (target := target_length or (None if patch is None else patch.extended_length)) is None:
         why = "there is no patch" if patch is None else f"{patch.method} has none"
         raise PosencError(f"No length to train for, since {why}: give --target-length, in tokens.")
     original, drawn = original or target, positions in options.DRAWN

@@ -32,8 +32,7 @@ def test_what_stands_beside_the_type_travels_too() -> None:
     """Qwen3-VL's positions on three axes."""
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     assert LegacyKeys().values(rope)["rope_scaling"] == rope
-    plain = {"rope_type": "default", "rope_theta": 1e4}
-    assert LegacyKeys().values(plain) == {"rope_theta": 1e4}
+    assert LegacyKeys().values({"rope_type": "default", "rope_theta": 1e4}) == {"rope_theta": 1e4}
 
 
 def test_a_type_that_it_has_not() -> None:

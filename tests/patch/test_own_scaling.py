@@ -163,8 +163,7 @@ def test_what_a_scaling_of_its_own_does_not_allow(
 
 
 def test_equal_lists_do_not_move_with_the_text() -> None:
-    equal = {**LONGROPE, "long_factor": SHORT}
-    model = zoo.build("phi3", rope_parameters=equal, **ORIGINAL)
+    model = zoo.build("phi3", rope_parameters={**LONGROPE, "long_factor": SHORT}, **ORIGINAL)
     before = zoo.logits(model, IDS)
     patch_model(model, "rerope", window=200)
     assert off(zoo.logits(model, IDS), before) < CLOSE

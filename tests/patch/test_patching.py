@@ -552,8 +552,7 @@ class TestForeignFrequencies:
             model.to("meta").to_empty(device="cpu").load_state_dict(weights)
             table = model.model.rotary_emb.inv_freq.fill_(7)
         else:
-            values = {"nan": float("nan"), "zeros": 0.0, "negative": -0.5, "rising": 1.0}
-            table.fill_(values[kind])
+            table.fill_({"nan": float("nan"), "zeros": 0.0, "negative": -0.5, "rising": 1.0}[kind])
             if kind == "rising":
                 table += torch.arange(len(table))
         return model

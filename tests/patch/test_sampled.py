@@ -139,8 +139,7 @@ def test_one_block_that_was_changed_by_hand_is_found_at_any_depth(change: Any, m
 
 
 def test_a_class_that_was_changed_by_hand_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama()
-    unpatch_model(patch_model(model, "pi", scale=4))
+    unpatch_model(patch_model(llama(), "pi", scale=4))
     other = llama()
     kind = type(other.model.layers[0].mlp)
     native = kind.forward

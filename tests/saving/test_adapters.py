@@ -319,8 +319,7 @@ class TestTiedEmbeddings:
         assert model.get_base_model().get_output_embeddings().weight is embeddings
         untrained: Any = load(base).get_input_embeddings()
         assert not torch.equal(embeddings, untrained.weight)
-        adapter = saved(model, tmp_path / "adapter")
-        loaded: Any = from_pretrained(adapter).eval()
+        loaded: Any = from_pretrained(saved(model, tmp_path / "adapter")).eval()
         assert torch.equal(zoo.logits(loaded, IDS), expected)
         merged = loaded.merge_and_unload()
         assert is_tied(merged)

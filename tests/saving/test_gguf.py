@@ -289,8 +289,7 @@ class TestRope:
         keys: dict[str, Any] = {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
         keys |= {"attention.key_length": 16, "attention.sliding_window": 64}
         keys |= {"rope.freq_base": 1e6, "rope.freq_base_swa": 2e4}
-        config = config_of(header_file(tmp_path / "m.gguf", "gemma3", **keys))
-        assert config.rope_parameters == {
+        assert config_of(header_file(tmp_path / "m.gguf", "gemma3", **keys)).rope_parameters == {
             "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
         }

@@ -197,9 +197,8 @@ def _native(name: str) -> PreTrainedModel:
 def _base(name: str, weights: PreTrainedModel) -> PreTrainedModel:
     """The model that the checkpoint was made from: the same weights, no scaling, the original length."""
     published = PUBLISHED[name]
-    theta = published.base_theta or published.theta
     length = published.base_length or _recipe(name)["original_max_position_embeddings"]
-    model = _model(published, theta, length, None)
+    model = _model(published, published.base_theta or published.theta, length, None)
     model.load_state_dict(weights.state_dict())
     return model
 
@@ -347,8 +346,7 @@ def test_hunyuans_alpha_is_a_base() -> None:
 
 
 def test_a_recipe_for_another_base_warns() -> None:
-    theta = PUBLISHED["qwen2.5-yarn-128k"].theta
-    for own, warns in ((1e7, True), (theta, False)):
+    for own, warns in ((1e7, True), (PUBLISHED["qwen2.5-yarn-128k"].theta, False)):
         model = _model(PUBLISHED["qwen2.5-yarn-128k"], own, 32768, None)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")

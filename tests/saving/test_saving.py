@@ -173,8 +173,7 @@ class TestOnlyWithHfPosenc:
         tokenizer: Any = AutoTokenizer.from_pretrained(model_path())
         patch_model(model, "alibi").save_pretrained(tmp_path, max_shard_size="900KB")
         tokenizer.save_pretrained(tmp_path)
-        found = AutoTokenizer.from_pretrained(tmp_path)
-        assert type(found) is type(tokenizer)
+        assert type(AutoTokenizer.from_pretrained(tmp_path)) is type(tokenizer)
         text = pipeline("text-generation", str(tmp_path), trust_remote_code=True)
         assert get_patch(text.model) is not None
         with pytest.raises(SystemExit) as done:

@@ -82,8 +82,7 @@ def _bias_in_the_attention(model: Any) -> None:
     attention.log_slopes, native = nn.Parameter(torch.zeros(4)), attention.forward
 
     def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        slopes = 0.5 * attention.log_slopes.exp()[:, None, None]
-        mask = _biased(hidden_states, slopes)[None]
+        mask = _biased(hidden_states, 0.5 * attention.log_slopes.exp()[:, None, None])[None]
         return native(hidden_states, *args, **{**kwargs, "attention_mask": mask})
 
     attention.forward = forward

@@ -320,8 +320,7 @@ def test_distances_are_divided_before_they_are_bucketed(name: str, scale: float)
     reference = copy.deepcopy(model).double()
     for path, module in list(reference.named_modules()):
         if path.endswith("relative_attention_bias"):
-            both = path.startswith("encoder")
-            table = _Reference(module.weight.data, 128, both, scale)
+            table = _Reference(module.weight.data, 128, path.startswith("encoder"), scale)
             reference.get_submodule(path.rpartition(".")[0]).relative_attention_bias = table
     plain = outputs(model, ids)
     patch_model(model, "t5", scale=scale)

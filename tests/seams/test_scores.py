@@ -38,9 +38,11 @@ def _linear(layer: Any, x: Tensor) -> Tensor:
     return x @ layer.weight.T + (0 if bias is None else bias)
 
 
-def _gptj(module: Any, x: Tensor) -> tuple[Tensor, ...]:
-    layers = (module.q_proj, module.k_proj, module.v_proj)
-    return tuple(_linear(layer, x).unflatten(-1, (4, 16)) for layer in layers)
+def _separate(module: Any, x: Tensor) -> tuple[Tensor, ...]:
+    names = (
+        ("q_proj", "k_proj", "v_proj") if hasattr(module, "q_proj") else ("query", "key", "value")
+    )
+    return tuple(_linear(getattr(module, name), x).unflatten(-1, (4, 16)) for name in names)
 
 
 def _codegen(module: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -63,11 +65,6 @@ def _falcon(module: Any, x: Tensor) -> tuple[Tensor, ...]:
     return heads[:, :, 0], heads[:, :, 1], heads[:, :, 2]
 
 
-def _roformer(module: Any, x: Tensor) -> tuple[Tensor, ...]:
-    layers = (module.query, module.key, module.value)
-    return tuple(_linear(layer, x).unflatten(-1, (4, 16)) for layer in layers)
-
-
 def _japanese(module: Any, x: Tensor) -> tuple[Tensor, ...]:
     return _linear(module.query_key_value, x).unflatten(-1, (4, 48)).split(16, -1)
 
@@ -87,10 +84,10 @@ class Own:
 
 
 TYPES = {
-    "gptj": Own(_gptj, "out_proj", rotated=8, interleaved=True),
+    "gptj": Own(_separate, "out_proj", rotated=8, interleaved=True),
     "codegen": Own(_codegen, "out_proj", rotated=8, interleaved=True),
     "gpt_neox_japanese": Own(_japanese, "dense"),
-    "roformer": Own(_roformer, interleaved=True),
+    "roformer": Own(_separate, interleaved=True),
     "falcon": Own(_falcon, "dense"),
     "falcon multi query": Own(
         _falcon, "dense", fields=(("multi_query", True), ("new_decoder_architecture", False))
@@ -135,8 +132,7 @@ def reference(own: Own, model: PreTrainedModel, name: str) -> PreTrainedModel:
 
         def forward(*args: Any, module: Any = module, values: Any = values, **kwargs: Any) -> Any:
             hidden = args[0] if args else kwargs["hidden_states"]
-            rows = [_attended(own, module, name, values, row) for row in hidden]
-            out = torch.stack(rows)
+            out = torch.stack([_attended(own, module, name, values, row) for row in hidden])
             out = _linear(getattr(module, own.last), out) if own.last else out
             return (out, None, module.dense_bias) if hasattr(module, "dense_bias") else (out, None)
 
@@ -405,8 +401,7 @@ def _scaled_bias(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 def _multiplied(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """As OpenAI GPT: scores times ones and zeros, and large numbers where there are zeros."""
     shown = (mask >= 0).float()
-    scores = (q @ k.transpose(-1, -2) / 4) * shown + -1e4 * (1 - shown)
-    return torch.softmax(scores, dim=-1) @ v
+    return torch.softmax((q @ k.transpose(-1, -2) / 4) * shown + -1e4 * (1 - shown), dim=-1) @ v
 
 
 def _features_first(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -428,13 +423,11 @@ def _zeroed(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
 
 
 def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    scores = 5 * torch.tanh(q @ k.transpose(-1, -2) / 20)
-    return torch.softmax(scores + mask, dim=-1) @ v
+    return torch.softmax(5 * torch.tanh(q @ k.transpose(-1, -2) / 20) + mask, dim=-1) @ v
 
 
 def _permuted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    scores = (q @ k.transpose(-1, -2) / 4).permute(0, 1, 2, 3) + mask
-    return torch.softmax(scores, dim=-1) @ v
+    return torch.softmax((q @ k.transpose(-1, -2) / 4).permute(0, 1, 2, 3) + mask, dim=-1) @ v
 
 
 def _reweighted(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -541,8 +534,7 @@ def _with_attention(monkeypatch: pytest.MonkeyPatch, model: nn.Module, change: A
     kind: Any = type(attention_modules(model)[0])
 
     def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any = None) -> Any:
-        scores = torch.matmul(query, key.transpose(-1, -2)) / query.shape[-1] ** 0.5 + mask
-        weights = change(scores)
+        weights = change(torch.matmul(query, key.transpose(-1, -2)) / query.shape[-1] ** 0.5 + mask)
         return torch.matmul(weights, value), weights
 
     monkeypatch.setattr(kind, "_attn", attend)

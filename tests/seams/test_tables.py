@@ -39,8 +39,7 @@ LENGTH = 64
 
 
 def ids_of(model: PreTrainedModel, length: int) -> Tensor:
-    few = probes.ordinary_tokens(model, 7)
-    return few.repeat(1, length // 7 + 1)[:, :length]
+    return probes.ordinary_tokens(model, 7).repeat(1, length // 7 + 1)[:, :length]
 
 
 def outputs(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
@@ -300,8 +299,7 @@ def test_by_request_refuses_what_has_no_single_table() -> None:
         with pytest.raises(PosencError, match="have 256 positions"):
             model(ids_of(model, 257))
         assert len(model.transformer.wpe.weight) == LENGTH  # nothing is left of a failed forward
-        long = model(ids, use_cache=True)
-        step = model(ids[:, :1], **{CACHE: long[CACHE]}).logits
+        step = model(ids[:, :1], **{CACHE: model(ids, use_cache=True)[CACHE]}).logits
     assert step.isfinite().all()
 
 

@@ -92,8 +92,7 @@ def test_the_loss_is_the_mean_over_labels() -> None:
     given = texts()
     logits = zoo.logits(model, given["input_ids"])[:, :-1].log_softmax(-1)
     targets = given["labels"][:, 1:]
-    learned = targets != -100
-    losses = -logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0][learned]
+    losses = -logits.gather(-1, targets.clamp(min=0)[..., None])[..., 0][targets != -100]
     chunk_loss(model, 7)
     loss = trained(model, **given)[0]
     torch.testing.assert_close(loss.double(), losses.mean(), rtol=1e-6, atol=0)

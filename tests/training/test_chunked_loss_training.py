@@ -67,8 +67,7 @@ def test_trainer(options: dict[str, Any], tmp_path: Path) -> None:
     assert len(plain) == 7
     assert plain[0] != plain[2]
     # The weights' own rounding; Adam's first steps make it a matter of signs.
-    tolerance = 1e-2 if "bf16" in options else 1e-6
-    torch.testing.assert_close(chunked, plain, rtol=tolerance, atol=0)
+    torch.testing.assert_close(chunked, plain, rtol=1e-2 if "bf16" in options else 1e-6, atol=0)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -228,8 +227,7 @@ def test_rounding_is_no_difference(dtype: torch.dtype, options: dict[str, int], 
 
 class Flattened(nn.Linear):
     def forward(self, hidden: Tensor) -> Tensor:
-        logits = F.linear(hidden.view(-1, hidden.shape[-1]), self.weight)
-        return logits.view(*hidden.shape[:-1], -1)
+        return F.linear(hidden.view(-1, hidden.shape[-1]), self.weight).view(*hidden.shape[:-1], -1)
 
 
 def test_a_head_may_view_what_it_gets_in_another_shape() -> None:

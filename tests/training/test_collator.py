@@ -199,8 +199,7 @@ def cream_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
 
 def endprompt_outcomes(n: int, target: int) -> dict[tuple[int, ...], float]:
     """The authors' random collator: a suffix of 2 tokens that begins at n - 2 .. L - 2, uniformly."""
-    starts = range(n - 2, target - 2 + 1)
-    rows = [(*range(n - 2), *range(start, start + 2)) for start in starts]
+    rows = [(*range(n - 2), *range(start, start + 2)) for start in range(n - 2, target - 2 + 1)]
     return dict.fromkeys(rows, 1 / len(rows))
 
 

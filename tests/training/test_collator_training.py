@@ -52,8 +52,7 @@ def tiny() -> LlamaForCausalLM:
 
 
 def rows_of(batch: Any) -> Batch:
-    rows = batch["input_ids"].tolist(), batch["position_ids"].tolist()
-    return list(zip(*rows, strict=True))
+    return list(zip(batch["input_ids"].tolist(), batch["position_ids"].tolist(), strict=True))
 
 
 def trained(

@@ -76,8 +76,7 @@ def defined(model: Any, batch: dict[str, Any], teaches: bool, items: int | None)
         term = divergence(again, theirs, batch["labels"])
     else:
         term = divergence(output.logits, again, batch["labels"])
-    count = items or int((batch["labels"][:, 1:] != -100).sum())
-    loss = output.loss + WEIGHT * term / count
+    loss = output.loss + WEIGHT * term / (items or int((batch["labels"][:, 1:] != -100).sum()))
     loss.backward()
     gradients = {n: w.grad.clone() for n, w in model.named_parameters() if w.grad is not None}
     return loss.detach().float(), gradients

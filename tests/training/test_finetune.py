@@ -296,8 +296,7 @@ def test_what_cannot_be_done_is_one_line(tmp_path: Path, texts: Texts, case: str
 
 def test_what_is_scored_is_held_out_of_the_texts(tmp_path: Path, texts: Texts, capsys: Any) -> None:
     paths = [str(path) for path in texts.values()]
-    given = ["--output_dir", str(tmp_path / "run"), *QUICK]
-    finetune(parse_arguments([*given, "--text", *paths]))
+    finetune(parse_arguments(["--output_dir", str(tmp_path / "run"), *QUICK, "--text", *paths]))
     assert f"Held out to be scored: {paths[1]}\n" in capsys.readouterr().out
     assert f"without what was scored ({NAMES[1]}.txt)" in (tmp_path / "run/README.md").read_text()
     (counts,) = tmp_path.glob("run/blocks/*/blocks.json")

@@ -166,8 +166,7 @@ def cost_of(recipe: str, *more: str) -> tuple[Step, float]:
     given = ["--recipe", recipe, "--model", str(model_path()), "--use_cpu", *more]
     choice, data, arguments = parse_arguments(given)
     assert data.target_length is not None
-    dtype = getattr(torch, choice.dtype)
-    model = empty_model(LlamaConfig(**LLAMA_8B, dtype=dtype))
+    model = empty_model(LlamaConfig(**LLAMA_8B, dtype=getattr(torch, choice.dtype)))
     mark_sizes_alone(model, torch.device("cpu"))
     shape, chunk = read_shape(model), default_chunk(model)
     assert sum(each.numel() for each in model.parameters()) == 8_030_261_248  # Llama 3 8B

@@ -52,8 +52,7 @@ class Whole:
 
     def after(self, number: int, name: str) -> int:
         """The number of the first operation of this name behind another one."""
-        found = [each.startswith(name) for each in self.operations[number:]]
-        return number + found.index(True) + 1
+        return number + [each.startswith(name) for each in self.operations[number:]].index(True) + 1
 
     def check(self, folder: Path) -> None:
         """Continues a run, and compares."""
@@ -80,8 +79,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
     @cache
     def made(**options: Any) -> Whole:
-        folder = tmp_path_factory.mktemp("whole") / "run"
-        return Whole(folder, **options)
+        return Whole(tmp_path_factory.mktemp("whole") / "run", **options)
 
     return made
 
@@ -103,8 +101,7 @@ def test_killed_inside_a_save(
     whole: Any, tmp_path: Path, operation: str, number: int, how: str
 ) -> None:
     run = whole()
-    moment = Moment(run.place(operation, number), how)
-    assert launch(tmp_path / "run", moment) == [SIGKILLED]
+    assert launch(tmp_path / "run", Moment(run.place(operation, number), how)) == [SIGKILLED]
     run.check(tmp_path / "run")
 
 
@@ -190,8 +187,7 @@ def test_told_to_stop(
 ) -> None:
     run, folder = whole(processes=processes, **LOGS), tmp_path / "run"
     moment = Moment(step=step, when=when, number=signal.SIGTERM, rank=processes - 1)
-    codes = launch(folder, moment, processes=processes, **LOGS)
-    assert codes == [128 + signal.SIGTERM] * processes
+    assert launch(folder, moment, processes=processes, **LOGS) == [128 + signal.SIGTERM] * processes
     assert complete_checkpoints(folder)[-1].name == f"checkpoint-{saved}"
     assert f"Stopped by a signal after step {saved}, and saved" in output(folder)
     run.check(folder)
@@ -205,8 +201,7 @@ def test_the_rows_are_those_that_were_asked_for(whole: Any) -> None:
 
 def test_the_workers_of_the_dataloader_are_told_too(whole: Any, tmp_path: Path) -> None:
     run, moment = whole(), Moment(step=2, number=-signal.SIGTERM)
-    codes = launch(tmp_path / "run", moment, dataloader_num_workers=2)
-    assert codes == [128 + signal.SIGTERM]
+    assert launch(tmp_path / "run", moment, dataloader_num_workers=2) == [128 + signal.SIGTERM]
     assert complete_checkpoints(tmp_path / "run")[-1].name == "checkpoint-2"
     run.check(tmp_path / "run")
 
@@ -242,8 +237,7 @@ def test_ten_kills(whole: Any, tmp_path: Path, kind: str, processes: int) -> Non
             moment = Moment(chance.randrange(1, most), how, rank=rank)
         else:
             moment = Moment(step=chance.randrange(1, 13), rank=rank)
-        codes = launch(folder, moment, **run.options)
-        if set(codes) == {0}:  # it came to its end first
+        if set(launch(folder, moment, **run.options)) == {0}:  # it came to its end first
             assert losses(folder) == run.losses
             shutil.rmtree(folder)
             continue
@@ -262,8 +256,7 @@ def test_a_distilled_run_continues_as_if_nothing_had_happened(
 ) -> None:
     run, folder = whole(distilled=distilled, kind=kind, processes=processes), tmp_path / "run"
     for step in (5, 8):
-        codes = launch(folder, Moment(step=step, rank=processes - 1), **run.options)
-        assert codes[-1] == SIGKILLED
+        assert launch(folder, Moment(step=step, rank=processes - 1), **run.options)[-1] == SIGKILLED
     run.check(folder)
 
 

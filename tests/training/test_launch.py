@@ -123,8 +123,7 @@ def test_two_forked_processes_equal_one(folder: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     finetune(parse_arguments([*command(folder, one, "full", 2), "--use_cpu"]))
     assert launch(two, processes=2, work=_finetune, model=folder) == [0, 0]
-    printed = "".join((tmp_path / f"two-{rank}.out").read_text() for rank in range(2))
-    compare(one, two, printed)
+    compare(one, two, "".join((tmp_path / f"two-{rank}.out").read_text() for rank in range(2)))
 
 
 def _finetune(output: Path, moment: Any, *, model: Path) -> None:
@@ -146,8 +145,7 @@ def test_shards_of_two_resume_in_four_or_become_a_model(folder: Path, tmp_path: 
 
     def run(output: str, processes: int, options: str) -> tuple[list[float], Any, str]:
         given = [*command(folder, tmp_path / output, "full", 1), *options.split()]
-        script = [*IN_FRONT["fsdp2"], *MODULE]
-        (done,) = launched(f"{config} {processes}", [*script, *given])
+        (done,) = launched(f"{config} {processes}", [*IN_FRONT["fsdp2"], *MODULE, *given])
         assert done.returncode == 0, done.stderr
         return numbers(tmp_path / output, "loss"), weights(tmp_path / output), done.stderr
 

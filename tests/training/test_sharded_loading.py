@@ -45,8 +45,7 @@ def checkpoint(folder: Path, dtype: torch.dtype, **sizes: int) -> Path:
 
 def anonymous_memory() -> int:
     """MiB of memory that no file backs."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("RssAnon:")[2].split()[0]) // 1024
+    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0]) // 1024
 
 
 @pytest.mark.slow  # weights large enough to be seen in a process's memory

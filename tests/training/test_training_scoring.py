@@ -160,8 +160,7 @@ def test_the_training_is_the_same_bit_for_bit(
     alone = {name: value for name, value in options.items() if name != "eval_on_start"}
     expected = trained(make_trainer(build(), tmp_path, **alone))
     scores = Scores(byte_tokenizer(), HELD_OUT, lengths=(32, 128))
-    found = trained(scored_trainer(build(), tmp_path, scores, **options))
-    assert same(found, expected)
+    assert same(trained(scored_trainer(build(), tmp_path, scores, **options)), expected)
 
 
 @pytest.mark.parametrize("chunked", [pytest.param(False, marks=pytest.mark.slow), True])

@@ -79,8 +79,7 @@ def train_together(folder: Path) -> None:
 @pytest.mark.slow
 def test_two_processes_share_the_windows_and_give_the_sums_of_one(tmp_path: Path) -> None:
     in_two_processes(train_together, tmp_path)
-    shares = lines(tmp_path)
-    assert shares == {"shard-1-of-2": 3 * 2, "shard-2-of-2": 3 * (len(HELD_OUT) - 2)}
+    assert lines(tmp_path) == {"shard-1-of-2": 3 * 2, "shard-2-of-2": 3 * (len(HELD_OUT) - 2)}
     model = patched_model()
     model.load_state_dict(torch.load(tmp_path / "weights.pt"))
     assert records(make_scores().measure(model, STEPS), 0) == records(stored(tmp_path), -1)
@@ -155,8 +154,7 @@ def test_what_two_processes_began_one_finishes(tmp_path: Path) -> None:
     assert begun == {"shard-1-of-2": 2, "shard-2-of-2": 0}
     make_scores(tmp_path).measure(patched_model())
     assert lines(tmp_path) == {**begun, "shard-1-of-1": 1}
-    whole = make_scores().measure(patched_model())
-    assert records(stored(tmp_path), 0) == records(whole, 0)
+    assert records(stored(tmp_path), 0) == records(make_scores().measure(patched_model()), 0)
 
 
 def test_launched_processes_that_are_apart_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,8 +257,7 @@ WINDOW = torch.arange(1, 129) % 250
 
 def speed_run(model: Any, rounds: int = 2, methods: tuple[str, ...] = METHODS) -> SpeedRun:
     candidates = [candidate.checked(model) for candidate in parse_candidates(methods)]
-    metadata = {"model": {"name": "tiny"}}
-    return SpeedRun(model, WINDOW, candidates, rounds=rounds, metadata=metadata)
+    return SpeedRun(model, WINDOW, candidates, rounds=rounds, metadata={"model": {"name": "tiny"}})
 
 
 def test_methods_take_turns_after_a_forward_of_the_window(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,7 @@ def test_every_backend_of_a_cpu_is_right(result: GpuResult) -> None:
     assert result.passed
     assert not result.not_reached
     own = {emulated.EmulatedFlash.name, emulated.EmulatedCudnn().name}
-    on_cpu = {"prefill", "few", "moving", "exact", *own}
-    assert {case.backend for case in result.checks} == on_cpu
+    assert {case.backend for case in result.checks} == {"prefill", "few", "moving", "exact", *own}
     assert {case.kind for case in result.checks} == {*kinds()}
     assert {case.gradients for case in result.checks} == {False, True}
     for case, found in result.checks.items():
@@ -227,7 +226,6 @@ def test_on_a_gpu() -> None:
 def test_a_gpu_is_timed_at_a_second_length_while_there_is_time(monkeypatch: Any) -> None:
     layers: Any = SimpleNamespace(device=torch.device("cuda"), measured=lambda *_, **__: {})
     for seconds, lengths in ((1000, {8192, 32_768}), (1, {8192})):
-        clock = SimpleNamespace(monotonic=itertools.count(0, 10).__next__)
-        monkeypatch.setattr(run, "time", clock)
+        monkeypatch.setattr(run, "time", SimpleNamespace(monotonic=itertools.count(0, 10).__next__))
         options = SelftestOptions(seconds=seconds, methods=["rerope"])
         assert {row.length for row in run._rows(layers, options)} == lengths

@@ -190,8 +190,7 @@ def test_rows_of_a_dataset(data: Path, streaming: bool, monkeypatch: pytest.Monk
 
 
 def test_token_documents_lose_their_special_tokens_and_know_no_text() -> None:
-    ready = torch.tensor([0, 5, 6, 7], dtype=torch.int32)
-    entry = TokenizedDocument("t", ready, None, None)
+    entry = TokenizedDocument("t", torch.tensor([0, 5, 6, 7], dtype=torch.int32), None, None)
     (plain,), _ = load_documents([entry], byte_tokenizer(), min_tokens=2)
     (without,), _ = load_documents([entry], byte_tokenizer(bos=True), min_tokens=2, max_tokens=2)
     assert (plain.ids.tolist(), without.ids.tolist()) == ([0, 5, 6, 7], [5, 6])

@@ -103,8 +103,7 @@ def good(label: str, length: int, document: int) -> float:
     """Tables and attention are a little better than the controls, and the same on short texts."""
     if length == ORIGINAL:
         return 2.0
-    worst = 5.0 if label == "none" else 2.0
-    return worst - 0.01 * (label not in CONTROLS) + wobble(document)
+    return (5.0 if label == "none" else 2.0) - 0.01 * (label not in CONTROLS) + wobble(document)
 
 
 def only_methods(label: str, order: int, far: bool) -> bool:
@@ -287,8 +286,7 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
         asked.append(plain)
         ids = torch.arange(200)[None] % VOCABULARY
         with torch.no_grad():
-            expected = model(ids).logits
-            torch.testing.assert_close(from_pretrained(folder)(ids).logits, expected)
+            torch.testing.assert_close(from_pretrained(folder)(ids).logits, model(ids).logits)
         return "verified"
 
     monkeypatch.setattr(room, "verify_export", verified)

@@ -135,9 +135,8 @@ def test_a_flipped_byte_is_reported_once_and_its_record_is_new(step: int, tmp_pa
 def test_damaged_records_and_those_without_checksums_are_not_used(tmp_path: Path) -> None:
     opened(tmp_path)
     (path,) = files(tmp_path)
-    other = b"\0\0\0\0\n[1]\n" + b'{"key": ["a"], "value": [3]}\n, "crc32": 0}\n' * 3
     path.rename(path.with_name("shard-2-of-2.jsonl"))  # of another process, which ended
-    path.write_bytes(other)
+    path.write_bytes(b"\0\0\0\0\n[1]\n" + b'{"key": ["a"], "value": [3]}\n, "crc32": 0}\n' * 3)
     lacking, (warning,) = opened(tmp_path)
     assert not lacking
     assert "lines 1, 2, 3, 4, 5 and 3 more." in warning

@@ -153,8 +153,7 @@ def test_names_from_outside_stay_text(tmp_path: Path) -> None:
     for record in data["records"]:
         record["document"] = record["document"].replace("doc 0", HOSTILE)
     data["failures"] = [{"method": label, "protocol": "prefix", "length": 1024, "reason": HOSTILE}]
-    folder = write(tmp_path / "<script>alert(3)<", data)
-    made = Page(render(collect([folder]), title=HOSTILE))
+    made = Page(render(collect([write(tmp_path / "<script>alert(3)<", data)]), title=HOSTILE))
     assert not {element.tag for element in _walk(made.root)} & {"script", "img"}
     assert made.root.all("h1")[0].text == HOSTILE
     assert made.root.all("title")[0].text == HOSTILE
@@ -176,8 +175,7 @@ def test_what_could_not_be_measured_is_shown_as_such(tmp_path: Path) -> None:
     assert cells["yarn", "1,024x4"].attributes["title"] == "ValueError: no"
     assert cells["pi", "512x2"].text == "nan"
     assert made.table("Ratios, tail")["truncation", "1,024to the baseline"].text.startswith("-")
-    reasons = [li.text for li in made.root.all("li") if li.text.startswith("Run 1, ")]
-    assert reasons == [
+    assert [li.text for li in made.root.all("li") if li.text.startswith("Run 1, ")] == [
         "Run 1, none: failed at length 1,024: out of memory",
         "Run 1, yarn: failed at length 1,024: ValueError: no",
         "Run 1, pi: the loss is not a finite number at length 512.",

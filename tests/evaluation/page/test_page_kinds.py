@@ -203,8 +203,7 @@ def test_an_unfinished_run_says_what_it_has(tmp_path: Path) -> None:
     records.mkdir(parents=True)
     (records / "settings.json").write_text(json.dumps({"command": "hf-posenc perplexity --x <y>"}))
     for shard, lines in ((1, 3), (2, 2)):
-        text = "{}\n" * lines + '{"torn'
-        (records / f"shard-{shard}-of-2.jsonl").write_text(text)
+        (records / f"shard-{shard}-of-2.jsonl").write_text("{}\n" * lines + '{"torn')
     line = f"{tmp_path}/run: unfinished, with 5 values; the same command resumes it. hf-posenc perplexity --x <y>"
     with pytest.raises(PosencError, match=re.escape(line)):
         collect([tmp_path / "run"])

@@ -45,8 +45,7 @@ def model(tokenizer: Any) -> Any:
     torch.manual_seed(0)
     own = sizes(len(tokenizer), TRAINED, width=32, layers=2, heads=(4, 4))
     ends = {name: getattr(tokenizer, name) for name in ("bos_token_id", "eos_token_id")}
-    config = LlamaConfig(**own, **ends)
-    made: Any = LlamaForCausalLM(config).eval()
+    made: Any = LlamaForCausalLM(LlamaConfig(**own, **ends)).eval()
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(3)  # far from uniform attention, so that positions matter

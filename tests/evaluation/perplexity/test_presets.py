@@ -75,9 +75,8 @@ def test_a_preset_gives_the_number_of_its_program(
     """That of `pi` is the sliding window of Press et al."""
     model, names = tiny().double(), {"hf-docs": "hf_docs", "pi": "press"}
     expected = getattr(peers, names.get(preset, preset))(model, IDS, LENGTH, **program)
-    special = () if program.get("bos") is None else (BOS,)
     precision = 1e-5 if preset == "hf-docs" else FLOAT32  # the page adds up in float32
-    made = cell(preset, model, special=special, **given)
+    made = cell(preset, model, special=() if program.get("bos") is None else (BOS,), **given)
     assert made.perplexity == pytest.approx(expected, rel=precision)
 
 
@@ -253,8 +252,7 @@ def test_sliding_windows_score_every_token_or_are_refused(special: int) -> None:
 )  # fmt: skip
 def test_windows_by_hand(options: dict[str, Any], special: int, want: list[Any]) -> None:
     """Windows of 8 tokens in a text of 20: begin, end, special tokens, first one that counts, one past the last."""
-    settings = make((8,), tail_tokens=3, **options)
-    windows = plan(20, settings, special=special, shared_prefix=True)
+    windows = plan(20, make((8,), tail_tokens=3, **options), special=special, shared_prefix=True)
     assert [(w.begin, w.end, w.special, s.first, s.stop) for w in windows for s in w.spans] == want
 
 

@@ -212,8 +212,7 @@ def test_notes_on_documents_and_windows(
     if stride is not None:
         settings = dataclasses.replace(result.settings, protocols=("stream",), stride=stride)
         result = dataclasses.replace(result, settings=settings)
-    bos = {"bos": {"token_ids": special}}
-    notes = " ".join(dataclasses.replace(result, model=bos).notes())
+    notes = " ".join(dataclasses.replace(result, model={"bos": {"token_ids": special}}).notes())
     assert noted in notes
     assert unsaid not in notes
 

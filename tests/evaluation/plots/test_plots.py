@@ -54,9 +54,8 @@ def example() -> Any:
         for name, row in ratios.items()
         for length, ratio in zip(LENGTHS, row, strict=True)
     }
-    edges = list(range(0, 513, 8))
     curve = {
-        "edges": edges,
+        "edges": list(range(0, 513, 8)),
         "methods": {
             name: {"nats": [8 * math.log(10 * (place + 1))] * 64, "tokens": [8] * 64}
             for place, name in enumerate(names)
@@ -87,8 +86,7 @@ def test_ratios_stand_at_their_lengths_with_their_intervals_and_the_baseline_at_
         for collection in panel.collections
         for segment in getattr(collection, "get_segments")()  # noqa: B009
     ]
-    expected = [(1.1 * 0.9, 1.1 * 1.2), (0.9, 1.2), (0.45, 0.6), (1.2 * 0.9, 1.2 * 1.2)]
-    for interval in expected:
+    for interval in [(1.1 * 0.9, 1.1 * 1.2), (0.9, 1.2), (0.45, 0.6), (1.2 * 0.9, 1.2 * 1.2)]:
         assert any(interval == pytest.approx((float(a), float(b))) for a, b in drawn_intervals)
     single = plots.ratio_figure(example(), "prefix").axes
     assert len(single) == 1
@@ -123,8 +121,7 @@ def test_buckets_are_pooled_to_even_steps_and_no_token_is_lost() -> None:
     points = pooled(nats)
     places = [place for place, _ in points]
     assert places == sorted(places)
-    steps = [b / a for a, b in itertools.pairwise(places[8:-1])]
-    assert max(steps) < SPAN * 1.35
+    assert max([b / a for a, b in itertools.pairwise(places[8:-1])]) < SPAN * 1.35
     assert len(points) < 70
     assert points[0] == pytest.approx((4.0, 20.0))
     last = [value for _, value in points][-1]

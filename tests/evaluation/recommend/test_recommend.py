@@ -333,9 +333,8 @@ def test_another_trained_length(live: Any, only: Callable[..., None]) -> None:
 
 @pytest.mark.parametrize(("theta", "above"), [(1e4, "least"), (1e7, "ntk")])
 def test_another_base(theta: float, above: str, only: Callable[..., None]) -> None:
-    parameters = {"rope_type": "default", "rope_theta": theta}
     more: dict[str, Any] = {"max_position_embeddings": 1024, "num_hidden_layers": 2}
-    config = LlamaConfig(rope_parameters=parameters, **more)
+    config = LlamaConfig(rope_parameters={"rope_type": "default", "rope_theta": theta}, **more)
     only("abf")
     options: Any = by_name(recommend(on_meta(config), 8192))["abf"].options
     least, found = least_base(RopeSpec(128, theta, 1024), 8192), options["rope_theta"]

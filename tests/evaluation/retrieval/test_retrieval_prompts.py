@@ -133,8 +133,7 @@ def test_the_needle_goes_back_as_its_depth_grows(task: str, tokenizer: str) -> N
         places.append(where)
         assert abs(where - depth) < 0.2  # head, question and one unit of filler
         # the distance is that from the needle's end to the end of the prompt
-        behind = text(prompt.ids[-int(prompt.distance or 0) :], tokenizer)
-        assert value not in behind
+        assert value not in text(prompt.ids[-int(prompt.distance or 0) :], tokenizer)
         assert value in text(prompt.ids[: -int(prompt.distance or 0)], tokenizer)
     assert places == sorted(places)
     assert len(set(places)) == len(places)
@@ -168,8 +167,7 @@ def test_the_answer_stands_only_where_it_was_put(task: str, haystack: str | None
 
 def test_keys_that_are_in_the_users_own_text_are_not_drawn() -> None:
     draws = iter(["12345", "12345", "99999"])
-    kit = kit_of("bytes", prose(200) + " 12345\n")
-    assert kit.absent(lambda: next(draws)) == "99999"
+    assert kit_of("bytes", prose(200) + " 12345\n").absent(lambda: next(draws)) == "99999"
 
 
 @pytest.mark.parametrize("task", ["niah_multikey_2", "niah_multikey_3"])
@@ -228,8 +226,7 @@ def test_one_of_the_equal_requests_is_asked_for(haystack: str | None) -> None:
         assert sum(other in shown for other in wrong) > 3  # and replies to other requests
         behind = len(text(prompt.ids[-int(prompt.distance or 0) :], "embedded"))
         assert shown[:-behind].endswith(f"{request}{prompt.references[0]}\n")
-        passage = re.findall(r"User: Read on\.\nAssistant: (.*)\n", shown)[0]
-        assert passage in (haystack or NOISE)
+        assert re.findall(r"User: Read on\.\nAssistant: (.*)\n", shown)[0] in (haystack or NOISE)
         numbers.add(number)
     assert len(numbers) > 2
 
@@ -246,8 +243,7 @@ def test_a_chain_of_variables_can_be_followed() -> None:
     assert text(prompt.answer.ids) == "".join(f" {name}" for name in prompt.references)
     first_two = text(prompt.answer.ids[: prompt.answer.ends[1]])
     assert first_two == "".join(f" {name}" for name in prompt.references[:2])
-    example = text(prompt.ids).split("Memorize and track")[1]
-    assert re.search(r"they are:( [A-Z]{3}){5}\n", example)
+    assert re.search(r"they are:( [A-Z]{3}){5}\n", text(prompt.ids).split("Memorize and track")[1])
 
 
 @pytest.mark.parametrize("lengths", [range(530, 690, 4), range(4000, 5000, 201)])
@@ -316,8 +312,7 @@ def prompt_of(task: str, number: int, depth: float = 0.3, haystack: str | None =
 
 def parts_of(prompt: Prompt) -> tuple[str, str, str]:
     """The worked example, the text and the question."""
-    shown = shown_by(prompt.ids)
-    example, rest = shown.split("\n\nExample:\n")[1].split("\n\nText:\n")
+    example, rest = shown_by(prompt.ids).split("\n\nExample:\n")[1].split("\n\nText:\n")
     text, question = rest.rsplit("Question: ", 1)
     return example, text, question
 
@@ -426,10 +421,9 @@ def test_other_questions_are_the_same_about_others(task: str) -> None:
             named = {*re.findall(r"(\w+) went", text)}
             known = {q: q.split()[2] for q in (question, *others)}
             assert named <= {*known.values()}
-            places = {*re.findall(r"went to the (\w+)\.", text)}
             right = [interpreted(text, q) for q in others if known[q] in named]
             assert len({*right, *prompt.references}) == len(right) + 1
-            assert places.issuperset(right)
+            assert {*re.findall(r"went to the (\w+)\.", text)}.issuperset(right)
         cut = prompt.truncated(len(prompt.ids) - 40, 0, 1)
         assert cut.longest == len(prompt.ids) - 41
         assert shown_by(cut.ids).rsplit("Question: ", 1)[1] == question

@@ -87,8 +87,7 @@ def test_columns_and_marks_of_a_table(ranks: bool) -> None:
     passkey, chain = result(ranks=ranks).tables()
     chance = ["first by chance", "20%", "20%", "20%", *[""] * 4] if ranks else [""] * 8
     heads = ["method", "256\nx1", "512\nx2", "1,024\nx4", "passes\n80%", "k_max\n20%"]
-    sides = ["within\n256", "beyond\n256"]
-    assert [column.head for column in passkey.columns] == [*heads, *sides]
+    assert [column.head for column in passkey.columns] == [*heads, "within\n256", "beyond\n256"]
     assert [column.footer for column in passkey.columns] == chance
     assert [column.numeric for column in passkey.columns] == [False] + [True] * 7
     assert [column.head for column in chain.columns] == heads[:-1]
@@ -293,10 +292,8 @@ def test_a_whole_run_by_the_command(plot: bool, model: Path, tmp_path: Path) -> 
     if plot and available():
         assert {"retrieval.png", "retrieval.svg", "retrieval_ranks.png"} <= names
     shared = ("retrieval", *arguments, "--no-plot", "--output", tmp_path / "b", "--shard")
-    first = invoke(*shared, "1/2")
-    assert "Share 1 of 2 is done; 6 of 12 parts are the others'" in first.output
-    second = succeeded(*shared, "2/2")
-    assert ("No plot: it needs matplotlib" in second.output) != available()
+    assert "Share 1 of 2 is done; 6 of 12 parts are the others'" in invoke(*shared, "1/2").output
+    assert ("No plot: it needs matplotlib" in succeeded(*shared, "2/2").output) != available()
     files = [(tmp_path / name / "retrieval.json").read_bytes() for name in "ab"]
     assert files[0] == files[1]
 

@@ -141,10 +141,9 @@ def test_a_cache_that_is_wrong_is_noticed_and_a_reading_leaves_no_trace(
 def information(model: Any, prompt: Prompt) -> list[float]:
     """Pointwise mutual information of the question and every candidate, from full logits in float64."""
     candidates = (prompt.answer, *prompt.distractors)
-    own = tuple(prompt.ids[prompt.text :].tolist())
     table = [
         [reference(model, prompt.with_question(question), c)[0] for c in candidates]
-        for question in (own, *prompt.questions)
+        for question in (tuple(prompt.ids[prompt.text :].tolist()), *prompt.questions)
     ]
     means = [math.fsum(map(math.exp, column)) / len(table) for column in zip(*table, strict=True)]
     return [value - math.log(mean) for value, mean in zip(table[0], means, strict=True)]

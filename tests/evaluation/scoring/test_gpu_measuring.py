@@ -80,8 +80,7 @@ def test_whole_logits_are_never_held_and_the_estimate_is_near() -> None:
 
 
 def test_peak_memory_is_linear_in_length() -> None:
-    model = wide()
-    scorer = TokenScorer(model, text(64))
+    scorer = TokenScorer(wide(), text(64))
     peaks = [peak(lambda n=n: scorer(text(n))) for n in (LENGTH, 2 * LENGTH, 4 * LENGTH)]
     assert peaks[2] - peaks[1] < 2.2 * (peaks[1] - peaks[0]) + 2**28
 
@@ -102,8 +101,7 @@ def test_memory_that_runs_out_is_answered_with_less_at_a_time() -> None:
 
 def test_a_length_that_does_not_fit_is_a_cell() -> None:
     model = wide()
-    ids = text(4 * LENGTH)
-    document = TokenizedDocument("d", ids, None, "")
+    document = TokenizedDocument("d", text(4 * LENGTH), None, "")
     settings = Settings(lengths=(1024, 4 * LENGTH), protocols=("prefix",))
     total = torch.cuda.get_device_properties(0).total_memory
     gc.collect()

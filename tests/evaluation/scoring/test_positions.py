@@ -93,9 +93,8 @@ def test_a_method_that_extends_the_table_is_measured_and_the_others_are_refused(
     model, tokenizer = zoo.build("gptj", vocab_size=VOCABULARY), byte_tokenizer()
     methods = ["none", "yarn", "yarn:scale=2"]
     result = measure_perplexity(model, tokenizer, TEXTS, methods=methods, lengths=[32, 200])
-    reasons = {failure.method: failure.reason for failure in result.failures}
     way = "Give shorter lengths, or a method that extends its table, such as yarn."
-    assert reasons == {
+    assert {failure.method: failure.reason for failure in result.failures} == {
         "none": f"200 tokens: GPTJForCausalLM has positions for 64. {way}",
         "yarn (scale 2)": f"200 tokens: GPTJForCausalLM has positions for 128. {way}",
     }

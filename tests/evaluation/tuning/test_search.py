@@ -63,8 +63,7 @@ def test_a_planted_optimum_is_found(seed: int) -> None:
     best = min(steps, key=lambda step: step.score)
     assert begun > 1.4
     assert best.score < 0.06  # a root mean square of 6 % over 16 factors
-    pairs = zip(best.genome.factors, GOAL, strict=True)
-    assert max(abs(math.log(a / b)) for a, b in pairs) < 0.2
+    assert max(abs(math.log(a / b)) for a, b in zip(best.genome.factors, GOAL, strict=True)) < 0.2
     assert min(step.score for step in steps[:40]) > 5 * best.score  # the first round is far away
 
 
@@ -122,8 +121,7 @@ def test_the_starts_are_the_methods() -> None:
         candidate = genome.candidate(2.5, "same")
         for patch in (candidate.applied(model, 1), hf_posenc.patched(model, name, scale=2.5)):
             with patch:
-                table = hf_posenc.inspect_rope(model)[0]
-                seen.append((table, tail_nats(model, texts(2)[1])))
+                seen.append((hf_posenc.inspect_rope(model)[0], tail_nats(model, texts(2)[1])))
         (found, ours), (wanted, theirs) = seen
         assert found.attention_factor == pytest.approx(wanted.attention_factor)
         assert (found.inv_freq / wanted.inv_freq - 1).abs().max() < 1e-6
@@ -228,8 +226,7 @@ def test_what_a_sweep_has_measured_is_not_measured_again(
 
 
 def test_native_short_texts_are_the_unpatched_models(model: Any, tmp_path: Path) -> None:
-    own = dataclasses.replace(OWN, budget=8, short_texts="native")
-    result = finished(search_of(model, 3, own))
+    result = finished(search_of(model, 3, dataclasses.replace(OWN, budget=8, short_texts="native")))
     assert result.row("search").short == 1
     fresh = zoo.twin(model)
     (tmp_path / "r.json").write_text(result.files()["search_recipe.json"])

@@ -205,8 +205,7 @@ def test_the_page_has_the_shares_of_a_simulation(
 ) -> None:
     if comparisons:  # an interval for each comparison by itself
         monkeypatch.setattr(SweepResult, "comparisons", comparisons)
-    share = 100 * share_with_a_false_word(1000, 16, 20, first)
-    assert share == pytest.approx(percent, abs=0.5)
+    assert 100 * share_with_a_false_word(1000, 16, 20, first) == pytest.approx(percent, abs=0.5)
     assert f"{percent} %" in (Path(__file__).parents[3] / "docs" / "sweep.md").read_text()
 
 
@@ -316,8 +315,7 @@ def test_the_result_reads_back_draws_and_shows(swept: SweepResult) -> None:
     again = SweepResult.from_dict(values)
     assert again.to_dict() == values
     assert again.rows == result.rows
-    figure = result.plot()
-    names = [tick.get_text() for tick in figure.axes[0].get_yticklabels()]
+    names = [tick.get_text() for tick in result.plot().axes[0].get_yticklabels()]
     assert result.winner in names
     assert any(name.endswith("2 documents") for name in names)
     page = result._repr_html_()

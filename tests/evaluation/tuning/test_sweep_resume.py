@@ -34,9 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def arguments(command: str, model: Path, folder: Path, output: Path, *more: str) -> list[str]:
-    own = SWEEP if command == "sweep" else SEARCH
     given = [command, str(model), "--text", str(folder), "--target-length", "128", "--no-plot"]
-    return [*given, *own, "--output", str(output), *more]
+    return [*given, *(SWEEP if command == "sweep" else SEARCH), "--output", str(output), *more]
 
 
 def _run(given: list[str]) -> None:
