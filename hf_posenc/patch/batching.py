@@ -20,7 +20,6 @@ from hf_posenc.model.unwrapping import trial
 from hf_posenc.patch.state import State, state_of
 
 _START = "init_continuous_batching"
-_DESTROY = "destroy_cached_continuous_batching_manager"
 _ACCEPTED = "paged|eager"
 """A name that the manager accepts, replaces by no other, and captures no graphs for."""
 
@@ -40,8 +39,7 @@ def unwrap_batching(model: nn.Module) -> None:
 
 def _forget(model: Any) -> None:
     """Drop a kept manager, whose pages hold keys of another patch, or of none."""
-    if hasattr(model, _DESTROY):
-        getattr(model, _DESTROY)()
+    getattr(model, "destroy_cached_continuous_batching_manager", lambda: None)()
 
 
 def _start(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -96,6 +94,8 @@ def _refuse_layers(model: Any, state: State) -> None:
     pages: Any = object.__new__(PagedAttentionCache)  # which keep nothing
 
     def update(key: Any, value: Any, layer: int, kwargs: dict[str, Any]) -> Any:
+        if key.shape[-1] != value.shape[-1]:
+            raise TypeError("its pages have one size for keys and values")
         kwargs["cache"] = pages  # as a layer gets them as an argument before 5.24
         return key, value
 
@@ -111,9 +111,8 @@ def _refuse_layers(model: Any, state: State) -> None:
         failed = f" ({one_line(error)})"
     for name, module in model.named_modules():
         own = calls.get(module, ())
-        given = {"cache", "write_index"}
-        read = len(own) == 1 and given <= own[0].kwargs.keys() and not own[0].adds
-        if LAYER in vars(module) and not read:
+        pages_given = len(own) == 1 and {"cache", "write_index"} <= own[0].kwargs.keys()
+        if LAYER in vars(module) and (not pages_given or own[0].adds):
             raise UnsupportedModelError(
                 f"Continuous batching cannot compute {state.config} in {type(model).__name__}: {name} has attention of "
                 f"its own, several calls of it, or a mask of its own, or calls its cache without pages{failed}. "

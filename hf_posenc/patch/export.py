@@ -123,7 +123,7 @@ def plan_edit(
         for head_dim in ({}, _readable_head_dim(config)):
             values = {**lengths, "rope_parameters": rope_parameters, **head_dim, **old}
             if (loaded := _proven(config, values, tables)) is not None:
-                if _ORIGINAL in vars(loaded):  # the class of Phi-3.5-MoE sets it when a config is saved
+                if _ORIGINAL in vars(loaded):  # set by the class of Phi-3.5-MoE
                     values.setdefault(_ORIGINAL, vars(loaded)[_ORIGINAL])
                 return values, form
     return {} if method.length_dependent else lengths, None

@@ -133,7 +133,7 @@ def _wrap(
         group = [table for table in tables if table.module is module]
         specs, factors = dict[str, RopeSpec](), dict[str, float]()
         for table in group:
-            compose = table.scaled if in_force else state.config.compose
+            compose = state.foreign or table.scaled if in_force else state.config.compose
             spec = read_spec(table, state.original, compose=compose)
             specs[table.label] = check_frequencies(method, spec)
             if compose:

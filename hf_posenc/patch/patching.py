@@ -292,7 +292,7 @@ def _is_trained(model: nn.Module, state: State) -> bool:
 
 def _check_replaceable(earlier: State, *, trained: bool, compose: bool, replace: bool) -> None:
     """Refuse a second patch without `replace`, and one that would lose trained parameters for good."""
-    way = "Pass replace=True to patch_model, or call unpatch_model(model) first."
+    way = "Pass replace=True, or call unpatch_model(model) first."
     if compose:
         way = "Call unpatch_model(model) first."
     if trained:

@@ -258,6 +258,7 @@ REFUSED: list[tuple[str, str, dict[str, Any], str]] = [
     ("doge", "log_n", {}, "a mask of its own"),
     ("diffllama", "alibi", {}, "several calls"),
     ("nemotron", "rerope", {"window": 24}, "attention of its own"),
+    ("deepseek_v3", "log_n", {}, "one size for keys and values"),
 ]
 
 

@@ -590,12 +590,13 @@ class TestForeignFrequencies:
         patch_model(model, "yarn", scale=4, replace=kind != "default", **given)
         assert [table.difference for table in inspect_rope(model)] == [""]
 
-    @pytest.mark.parametrize("method", ["pi", "rerope"])
+    @pytest.mark.parametrize("method", ["pi", "rerope", "dynamic_yarn"])
     def test_a_table_set_by_hand_is_composed_with(
         self, model: Any, method: str, tmp_path: Path
     ) -> None:
         rotary = model.model.rotary_emb
-        options: dict[str, Any] = {"scale": 2} if method == "pi" else {"window": 8}
+        knobs: dict[str, Any] = {"pi": {"scale": 2}, "rerope": {"window": 8}}
+        options = knobs.get(method, {})
         rotary.inv_freq *= torch.linspace(1, 0.5, len(rotary.inv_freq))
         own = rotary.inv_freq.clone()
         assert inspect_rope(model)[0].difference
@@ -611,7 +612,7 @@ class TestForeignFrequencies:
             (again,) = inspect_rope(hf_posenc.from_pretrained(tmp_path))
             assert torch.allclose(again.inv_freq, table.inv_freq, rtol=1e-6)
         else:
-            with pytest.raises(PosencError, match="rerope starts from frequencies that were set"):
+            with pytest.raises(PosencError, match=f"{method} starts from frequencies that were set"):
                 model.save_pretrained(tmp_path)
         unpatch_model(model)
         assert torch.equal(rotary.inv_freq, own)

@@ -217,7 +217,8 @@ def rope_of(model: nn.Module) -> RopeSpec:
     if tables[0].scaled:
         raise PosencError(
             f"This checkpoint is already scaled, by rope_type {tables[0].rope_type} in its config, and a search starts "
-            "from an unscaled one. `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first."
+            "from an unscaled one. `hf-posenc sweep` takes it: --patch yarn:replace=true drops the scaling first (with "
+            "original_max_position_embeddings= too, where the config has no original length)."
         )
     named = "max_position_embeddings in config.json"  # no option names it
     lengths = [context_of(each, argument=named).original for each in tables]
