@@ -143,7 +143,7 @@ def _show(exported: Export) -> None:
         print_items(_command("vllm", exported.path, exported.plugin), wrap=False)
     if not exported.possible:
         return
-    print_items(f"written as {exported.form.removeprefix('as ')}")
+    print_items(f"written as {str(exported.form).removeprefix('as ')}")
     for error in exported.errors:
         layers = f"{error.layers}, " if error.layers else ""
         print_items(
