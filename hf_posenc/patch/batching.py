@@ -111,7 +111,7 @@ def _refuse_layers(model: Any, state: State) -> None:
         failed = f" ({one_line(error)})"
     for name, module in model.named_modules():
         own = calls.get(module, ())
-        read = len(own) == 1 and {"cache", "write_index"} <= own[0].kwargs.keys() and not own[0].adds
+        read = len(own) == 1 and {"cache", "write_index"} <= {*own[0].kwargs} and not own[0].adds
         if LAYER in vars(module) and not read:
             raise UnsupportedModelError(
                 f"Continuous batching cannot compute {state.config} in {type(model).__name__}: {name} has attention of "
