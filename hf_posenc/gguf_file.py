@@ -472,8 +472,6 @@ def loading_gguf() -> Iterator[None]:
     import transformers.modeling_gguf_pytorch_utils as module
     from transformers.utils import logging
 
-    from hf_posenc.model.unwrapping import swapped
-
     names: Any = module
     changes: list[tuple[Any, str, Any]] = [(names, "tqdm", logging.tqdm)]
     if importlib.util.find_spec("gguf") is not None:
@@ -494,7 +492,8 @@ def loading_gguf() -> Iterator[None]:
         ]
     with contextlib.ExitStack() as stack:
         for owner, name, value in changes:
-            stack.enter_context(swapped(vars(owner), name, value))
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
         yield
 
 
