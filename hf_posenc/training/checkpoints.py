@@ -138,7 +138,7 @@ def rotate(folder: Path | str, limit: int | None, best: Path | str | None = None
     old = [path for path in complete if path.name not in kept]
     # `limit` counts those that are kept in any case.
     room = max(0, limit - (len(complete) - len(old)))
-    for path in old[: len(old) - room]:
+    for path in old[: max(0, len(old) - room)]:
         discard(path)
 
 

@@ -139,8 +139,13 @@ def print_cost(
         shards=arguments.world_size if will_be_sharded(arguments) else 1,
     )
     examples, steps = batch * forwards * arguments.world_size, arguments.max_steps
+    # As the Trainer counts: the last step of an epoch may have fewer batches than the others.
+    batches = counts.blocks // (examples // forwards)
+    of_epoch = max(1, math.ceil(batches / forwards))
     if steps < 0:
-        steps = math.ceil(arguments.num_train_epochs * (counts.blocks // examples))
+        steps = math.ceil(arguments.num_train_epochs * of_epoch)
+    epochs, rest = divmod(steps, of_epoch)
+    read = (epochs * batches + min(rest * forwards, batches)) * (examples // forwards)
     rate, source = rate_of(arguments.device)
     each = None if rate is None else step.flops / rate
     time = "unknown" if each is None else f"{each:.2g} s a step, {duration(steps * each)} in all"
@@ -150,8 +155,8 @@ def print_cost(
     blocks = f"{examples:,} block{'s' * (examples != 1)}"
     if arguments.process_index == 0:
         print(f"""\
-texts:  {counts.tokens + counts.unused:,} tokens, {steps * examples / counts.blocks:,.2f} epochs
-steps:  {steps:,} of {examples * block:,} tokens ({blocks}): {steps * examples * block:,} tokens
+texts:  {counts.tokens + counts.unused:,} tokens, {read / counts.blocks:,.2f} epochs
+steps:  {steps:,} of {examples * block:,} tokens ({blocks}): {read * block:,} tokens
 memory: about {step.total / GIB:.3g} GiB for each process ({", ".join(parts)}){have}
 time:   about {time}, without scores: {step.flops:.3g} operations a step, {source}
 The memory is by a formula, 0.85 to 2.1 times the tensors of a step. Nothing was trained or written.""")

@@ -89,6 +89,7 @@ ALL = [2, 4, 6, 10]
     [
         *((None, None, ALL), (0, None, ALL), (2, None, [6, 10]), (1, None, [10])),
         *((1, 4, [4, 10]), (2, 4, [4, 10]), (3, 4, [4, 6, 10]), (2, 99, [6, 10])),
+        *((4, None, ALL), (5, None, ALL), (6, 4, ALL)),
     ],
 )
 def test_rotation_goes_by_step_and_keeps_the_best(

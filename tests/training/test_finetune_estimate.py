@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -126,10 +127,12 @@ def test_a_dry_run_prints_the_cost_and_writes_nothing(
     tokenizer = load_tokenizer(str(model_path()))
     counts = prepare_blocks([text.read_text()], tokenizer, length=64).counts
     tokens = len(tokenizer(text.read_text())["input_ids"])
-    steps = 2 * (counts.blocks // 6)  # whole batches of 2 x 3
+    batches = counts.blocks // 2
+    steps = 2 * math.ceil(batches / 3)  # two epochs, in steps of 3 batches at most
+    assert batches % 3
     assert f"{counts.blocks:,} blocks of 64 tokens" in shown
     assert re.search(rf"texts:  ({tokens:,}|{tokens + 1:,}) tokens", shown)  # with the end
-    assert f"steps:  {steps} of 384 tokens (6 blocks): {steps * 384:,} tokens" in shown
+    assert f"steps:  {steps} of 384 tokens (6 blocks): {4 * batches * 64:,} tokens" in shown
     assert re.search(r"memory: about 0\.\d+ GiB .*GiB are free on cpu", shown)
     assert re.search(r"time:   about \S+ s a step, .* in all", shown)
 
