@@ -130,8 +130,8 @@ def length_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, in
     """Return the tokens of a forward's longer text, padding included, and of its cache; `None` if it gets no text."""
     texts = text_of(args, kwargs), *map(kwargs.get, ("decoder_input_ids", "decoder_inputs_embeds"))
     source, *targets = (0 if x is None or x.dim() < 2 else x.shape[1] for x in texts)
-    target, cache = max(targets), cache_of(kwargs)
-    cached = 0 if cache is None else int(cache.get_seq_length())
+    target, count = max(targets), getattr(cache_of(kwargs), "get_seq_length", None)
+    cached = 0 if count is None else int(count())
     if target:
         return max((source, 0), (target, cached), key=sum)
     if "lengths" in kwargs:  # of whole texts: XLM gets what is in its cache again, and cuts it off
