@@ -217,7 +217,7 @@ def check_dependencies(
     if positions == "packed" and any(reads):
         raise PosencError(
             f"In {name} packed documents attend to each other: its layers carry a state, its attention takes no mask, "
-            "or its mask ignores positions. Use --positions contiguous, or --attn sdpa if the model has it."
+            "or its mask ignores positions. Use --positions contiguous, or another --attn if the model has one."
         )
     if positions not in DRAWS:
         return

@@ -272,14 +272,14 @@ def short_names(model: nn.Module, modules: Collection[nn.Module]) -> list[str]:
     return list(names)
 
 
-def _text_decoder(model: nn.Module) -> nn.Module:
-    """Return the innermost transformers model around the rotary modules, without a vision tower."""
+def _text_decoder(model: Any) -> nn.Module:
+    """Return the innermost transformers model around the rotary modules, or the embeddings, without a vision tower."""
+    models = [(p, each) for p, each in model.named_modules() if isinstance(each, PreTrainedModel)]
     try:
         table = tables_of(model)[0]
     except NoRotaryError:
-        base: nn.Module = getattr(model, "base_model", model)
-        return base
-    models = ((p, each) for p, each in model.named_modules() if isinstance(each, PreTrainedModel))
+        inner = [each for _, each in models if model.get_input_embeddings() in {*each.modules()}]
+        return inner[-1] if inner else unwrap(model)
     return [each for path, each in models if not path or table.name.startswith(f"{path}.")][-1]
 
 

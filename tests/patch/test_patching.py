@@ -159,11 +159,7 @@ def test_the_config_says_how_far_the_model_reads(method: str) -> None:
 
 @pytest.mark.parametrize(
     "method",
-    [
-        ABF(rope_theta=1e6),
-        [ABF(rope_theta=1e6), ReRoPE(window=8)],
-        {range(1): ReRoPE(window=8), 1: NoPE()},
-    ],
+    [ABF(rope_theta=1e6), [ABF(rope_theta=1e6), ReRoPE()], {range(1): ReRoPE(), 1: NoPE()}],
 )
 def test_a_target_without_a_scale_is_kept(method: Any, tmp_path: Path) -> None:
     model, again = zoo.build("llama"), zoo.build("llama")

@@ -135,7 +135,7 @@ def test_parameters_of_another_model_leave_it_as_it_was(
 
 
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
-@pytest.mark.parametrize("family", ["exaone", "fuyu"])
+@pytest.mark.parametrize("family", sorted({"exaone", "bailing_hybrid"} & {*zoo.decoder_types()}))
 def test_parameters_are_loaded_where_weights_are_saved_under_other_names(
     family: str, size: str, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from hf_posenc.training.distillation import unpatched_teacher
 from hf_posenc.training.options import Trained
 from hf_posenc.training.parameters import choose_parameters, lora_config, short_names
 from tests.support import zoo
+from tests.support.families import build_text_model
 from tests.support.selection import late, quick
 
 pytest.importorskip("peft")
@@ -198,6 +199,12 @@ class TestLora:
         with pytest.warns(UserWarning, match="embeddings of RoFormer.* stay frozen"):
             config = lora_config(model)
         assert not [name for name in config.modules_to_save or [] if "word_embeddings" in name]
+
+
+def test_a_decoder_inside_another_model_gets_a_lora() -> None:
+    config = lora_config(build_text_model("opt"))
+    assert {*(config.target_modules or ())} == {"k_proj", "out_proj", "q_proj", "v_proj"}
+    assert "self_attn_layer_norm" in (config.modules_to_save or ())
 
 
 @pytest.mark.parametrize(

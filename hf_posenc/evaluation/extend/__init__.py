@@ -287,7 +287,9 @@ class ExtendJob(Rung[ExtendResult]):
             exports[engine] = f"yes: hf-posenc export PATH --to {engine}"
             if engine == "transformers5":
                 exports[engine] = "yes, as it is"
-            if not made.possible:  # empty where nothing is known
+            if made.plugin is not None:
+                exports[engine] = f"yes, by our plug-in: hf-posenc export PATH --to {engine}"
+            elif not made.possible:  # empty where nothing is known
                 exports[engine] = made.reason and f"no: {made.reason}"
         result.saved = {
             "folder": str(folder),

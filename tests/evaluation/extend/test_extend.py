@@ -12,6 +12,7 @@ import multiprocessing
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -311,6 +312,9 @@ def test_all_demands_met_saves_a_model_with_the_same_logits(
     far = Candidate.parse("ntk:scale=9").checked(job.whole.model)  # the least scale that reaches
     job._save(result, far, tmp_path / "ntk")
     assert "names 576 tokens, by the method's scale; only 512 are" in result.remarks[-1]
+    monkeypatch.setattr(room, "export", lambda *_: SimpleNamespace(plugin=(), possible=False))
+    job._save(result, far, tmp_path / "ntk")
+    assert "yes, by our plug-in: hf-posenc export" in (tmp_path / "ntk/README.md").read_text()
 
 
 def losing_to(control: str, ratio: float = 0.03) -> Loss:
