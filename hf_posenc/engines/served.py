@@ -148,8 +148,9 @@ def _served(patch: PatchConfig, text: Any, number: int, name: str, layer: Layer)
     # Where a config has no types of layers, or one type, vLLM gives its window to all of them.
     alike = len({*(getattr(text, "layer_types", None) or ())}) < 2
     window = alike and getattr(text, "sliding_window", None)
-    if window or number in discovery.local_layers(text):
-        reason = reason or WINDOWED * (not plain(layer) or encoding.query is not None)
+    local = window or number in discovery.local_layers(text)
+    if local and (not plain(layer) or encoding.query is not None):
+        reason = reason or WINDOWED
     if reason:
         raise UnsupportedModelError(f"{patch} cannot be served by vLLM: {name} {reason}.")
     if isinstance(encoding.method, RotaryBands):

@@ -415,7 +415,7 @@ def seam_of(method: Method) -> str:
         ('attention', 'rotary')
     """
     if isinstance(method, LengthDependent) and method.length_dependent:
-        # Else each query, or each row of the batch, has frequencies of its own.
+        # In the other modes each query, or each row of the batch, has frequencies of its own.
         return method.seam if method.update == "sequence" else "attention"
     return method.seam
 

@@ -138,6 +138,9 @@ class CutTableError(PosencError):
     """A choice of layers that share a rotary table with others."""
 
 
+INSPECT = "inspect_positions(model), or hf-posenc inspect, finds where its positions come from."
+
+
 class NoRotaryError(UnsupportedModelError):
     """The text decoder has no rotary table: positions enter it elsewhere, or not at all."""
 
@@ -253,8 +256,7 @@ def tables_of(model: nn.Module) -> tuple[RotaryTable, ...]:
             f"{kinds}. hf_posenc patches the positions of text."
         )
     raise NoRotaryError(
-        f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. "
-        "inspect_positions(model), or hf-posenc inspect, finds where its positions come from."
+        f"{type(model).__name__} has no rotary embedding: no module holds an inv_freq table. {INSPECT}"
     )
 
 

@@ -15,6 +15,7 @@ from hf_posenc.attention.call import outside_autocast
 from hf_posenc.errors import PosencError, UnsupportedModelError
 from hf_posenc.methods import PositionInterpolation, RopeScaling, get_method, needs_no_rotation
 from hf_posenc.model.discovery import (
+    INSPECT,
     PARTS,
     PER_LENGTH,
     NoRotaryError,
@@ -223,8 +224,7 @@ def _source(
         without_weights = any(each.is_meta for each in model.parameters())
         if lack is None or without_weights or not all(one.for_rotary for one in methods):
             raise
-        first = str(lack).split(". ")[0].rstrip(".")  # the second sentence advises to inspect
-        raise NoRotaryError(f"{first}. {error}") from error
+        raise NoRotaryError(f"{str(lack).removesuffix(INSPECT)}{error}") from error
     with sample.only():
         return choose(native_seams(), model, positions, methods)
 
