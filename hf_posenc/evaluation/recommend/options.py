@@ -249,7 +249,8 @@ def _frequencies(kind: type[RopeScaling], start: Start) -> Option:
         return _another_base(start)
     if kind.needs.startswith("training"):
         reason = f"{kind.summary}; needs training first"
-        return Option(kind.name, TRAINED, reason, dict(start.beside), attention=False)
+        options = {"target_length": start.target, **start.beside}
+        return Option(kind.name, TRAINED, reason, options, attention=False)
 
     untrained = kind.needs.startswith("nothing")
     method, options = _reaching(kind, start, untrained)
@@ -286,7 +287,7 @@ def _another_base(start: Start) -> Option:
         f"rope_theta {base:,.0f}: {needed} {start.target:,} tokens with {dim // 2} pairs (arXiv 2405.14591), and "
         f"{ntk:,.0f} slows the slowest pair as NTK does"
     )
-    options = {"rope_theta": base, **start.replaced}
+    options = {"rope_theta": base, "target_length": start.target, **start.replaced}
     return Option(ABF.name, FINE_TUNED, reason, options, attention=False)
 
 

@@ -254,7 +254,8 @@ def test_a_checkpoint_that_is_scaled_already(only: Callable[..., None]) -> None:
     assert advice.carried.reach == TRAINED * 2
     assert advice.beside == {"replace": True, "original_max_position_embeddings": TRAINED}
     assert by_name(advice)["yarn"].trial
-    assert by_name(advice)["abf"].options == {"rope_theta": ANY, **advice.beside}
+    target = {"target_length": TRAINED * 4, **advice.beside}
+    assert by_name(advice)["abf"].options == {"rope_theta": ANY, **target}
     assert by_name(advice)["rerope"].works == REFUSED  # also without weights
     assert "patch_model" in advice.carried.note
 
