@@ -71,8 +71,8 @@ def served_layers(
         except PosencError as error:
             if any(table.rope_type in discovery.PER_LENGTH for table in tables):
                 raise PosencError(
-                    f"{patch} cannot be served by vLLM's plug-in: its model's frequencies follow the length. A method "
-                    "that is one table for all lengths, such as yarn, needs no plug-in."
+                    f"{patch} cannot be served by vLLM's plug-in: its model's frequencies follow the length. One table "
+                    f"for all lengths, such as yarn's, needs none: hf-posenc export {trained or 'FOLDER'} --to vllm"
                 ) from error
             changed = _changed(config, patch)
             if patch.elsewhere or changed == chosen:
