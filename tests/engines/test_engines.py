@@ -74,7 +74,6 @@ def measured(*arguments: Any) -> TableError:
 
 
 def exports(folder: Path, method: str | None = None, **options: Any) -> dict[str, Export]:
-    """Return the export to each engine, from one source."""
     source = open_source(folder, method, **options)
     return {engine: export_source(source, engine) for engine in ENGINES}
 

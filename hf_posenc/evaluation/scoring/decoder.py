@@ -183,8 +183,9 @@ def position_limit(model: nn.Module) -> int | None:
             limits += patched or _ends(inner)
         except Exception:  # whatever it is, the measurement meets and reports it
             return min(limits, default=None)
-        # A bias by distance, made anew in every forward, ends where the config says (MPT).
-        if not tables and (longest := getattr(inner.config, "max_seq_len", None)) is not None:
+        # A bias by distance, made anew in every forward, ends where the config says (MPT), but not a patched one.
+        longest = getattr(inner.config, "max_seq_len", None)
+        if longest is not None and not tables and state_of(inner) is None:
             limits.append(longest)
     return min(limits, default=None)
 

@@ -466,7 +466,7 @@ class SweepResult(TuningResult):
         )
         if undecided := [row.label for row in self.undecided()]:
             yield f"Not significantly different from it on these documents: {', '.join(undecided)}."
-        elif len(self.rungs[0].entered) > 1 and best.interval is not None:
+        elif any(row.significant and not (row.control or row.left) for row in self.rows):
             yield "It is significantly different from every other method of the last round."
         yield from self._against(self.rows)
 

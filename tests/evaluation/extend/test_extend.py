@@ -80,7 +80,6 @@ def prepared(advise: Callable[..., Advice]) -> ExtendJob:
 
 
 def with_budget(job: ExtendJob, budget: Any) -> ExtendJob:
-    """The same job."""
     return dataclasses.replace(job, options=dataclasses.replace(job.options, budget=budget))
 
 

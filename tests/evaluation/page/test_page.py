@@ -207,7 +207,6 @@ COLOURS = (PAGE / "colours.css").read_text(encoding="utf-8")
 
 
 def _palettes() -> dict[str, dict[str, str]]:
-    """The colours of both modes."""
     pairs = re.findall(r"--([\w-]+): light-dark\((#[0-9a-f]{6}), (#[0-9a-f]{6})\);", COLOURS)
     aliases = re.findall(r"--([\w-]+): var\(--([\w-]+)\);", COLOURS)
     found = {"light": {n: one for n, one, _ in pairs}, "dark": {n: two for n, _, two in pairs}}

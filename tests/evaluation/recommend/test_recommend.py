@@ -401,12 +401,13 @@ def test_the_cache_of_windows_and_grouped_heads() -> None:
     size = 2 * config.num_key_value_heads * config.head_dim * 4
     kept = config.sliding_window - 1
     assert cost.bytes == size * (cost.full_layers * 100_000 + cost.window_layers * kept)
+    with pytest.raises(PosencError, match="reads past its window of 16 tokens, within the 64"):
+        recommend(on_meta(zoo.tiny_config("mistral", sliding_window=16)), 512)
 
 
 @pytest.mark.parametrize("scaling", ["default", "dynamic"])
 @pytest.mark.parametrize("tokens", [10, 50])
 def test_the_cache_of_a_real_forward(tokens: int, scaling: str) -> None:
-    """Measure the cache of a model with both kinds of layers."""
     rope = {"rope_type": scaling, "rope_theta": 1e4, "factor": 1.0}
     own = sizes(99, 64, width=32, layers=3, heads=(4, 2))
     config = MistralConfig(**own, sliding_window=16, rope_parameters=rope)

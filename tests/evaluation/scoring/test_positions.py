@@ -87,6 +87,7 @@ def test_the_bias_of_mpt_is_as_long_as_its_config_says() -> None:
         measure_perplexity(model, byte_tokenizer(), TEXTS, lengths=[100])
     model.config.max_seq_len = 100
     assert not measure_perplexity(model, byte_tokenizer(), TEXTS, lengths=[100]).failures
+    assert position_limit(hf_posenc.patch_model(model, "alibi", scale=2)) is None
 
 
 def test_a_method_that_extends_the_table_is_measured_and_the_others_are_refused() -> None:

@@ -278,6 +278,8 @@ def test_failures_are_cells() -> None:
     assert result.verdict(result.row("dies")).text == "OOM"
     reason = "failed at length 160: out of memory"
     assert list(result.problems()) == [f"{each}: {reason}" for each in ("dies", "late")]
+    alone = planted({"none": [5.0] * 6, "a": [3.0] * 6, "dies": [NAN] * 6})
+    assert "every other method" not in " ".join(alone.notes())
     nobody = planted({"none": [5.0] * 2, "a": [NAN] * 2})
     assert nobody.winner is None
     assert SweepResult.from_dict(nobody.to_dict()).to_dict() == nobody.to_dict()
