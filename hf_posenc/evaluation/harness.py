@@ -73,9 +73,11 @@ class PatchedLM(HFLM):  # type: ignore[misc]
         if (candidate := self._candidate) is not None:
             scale = 1.0
             if candidate.auto_scale:
-                original = candidate.checked(self._model).original
+                saved = get_patch(self._model)
+                original = None if saved else candidate.checked(self._model).original
                 if self._target is None or original is None:
-                    problem = f"patch={candidate.spec}: give a scale, as in scale=4, or max_length."
+                    way = "" if saved else ", or max_length"
+                    problem = f"patch={candidate.spec}: give a scale, as in scale=4{way}."
                     raise PosencError(problem)
                 scale = max(1.0, int(self._target) / original)
             method, options = candidate.arguments(scale)

@@ -81,7 +81,6 @@ TRAINED = [name for name, methods in CASES.items() if any(each.trainable for eac
 
 
 def batch(step: int) -> Tensor:
-    """Two texts."""
     return torch.randint(96, (2, LENGTH), generator=torch.Generator().manual_seed(step))
 
 

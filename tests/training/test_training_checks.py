@@ -198,7 +198,6 @@ def test_processes_with_different_weights(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.fixture
 def given(tmp_path: Path) -> TrainingArguments:
-    """Arguments of one process."""
     made = arguments(tmp_path)
     check_launch(made)
     return made
