@@ -66,8 +66,7 @@ def loads_in(method: type[Method]) -> str:
     engines = [engine for engine in ENGINES if expressed(engine)[method.name].form is not None]
     if not engines:
         return _NO_CONFIG
-    default = method.knobs().get("update", "sequence")
-    return ", ".join(engines) + ("" if default == "sequence" else ' with update="sequence"')
+    return ", ".join(engines) + ' with update="sequence"' * ("update" in method.knobs())
 
 
 def served() -> str:

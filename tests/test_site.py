@@ -298,7 +298,6 @@ def test_the_site_is_complete(site: Path) -> None:
 
 @pytest.fixture(scope="module")
 def address(site: Path) -> Iterator[str]:
-
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *args: Any) -> None:
             pass

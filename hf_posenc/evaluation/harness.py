@@ -76,8 +76,8 @@ class PatchedLM(HFLM):  # type: ignore[misc]
                 saved = get_patch(self._model)
                 original = None if saved else candidate.checked(self._model).original
                 if self._target is None or original is None:
-                    way = "" if saved else ", or max_length"
-                    problem = f"patch={candidate.spec}: give a scale, as in scale=4{way}."
+                    way = "and replace=true to drop the saved patch" if saved else "or max_length"
+                    problem = f"patch={candidate.spec}: give a scale, as in scale=4, {way}."
                     raise PosencError(problem)
                 scale = max(1.0, int(self._target) / original)
             method, options = candidate.arguments(scale)

@@ -36,8 +36,11 @@ class _Bias(Method):
     def check_beside(self, others: Sequence[Method]) -> None:
         turning = [other.name for other in others if seam_of(other) not in self.beside]
         if turning and not self.keep_rope:
+            way = "name one of them"
+            if all(seam_of(each) in self.beside_kept and "bias" in each.beside for each in others):
+                way = "keep_rope=True gives both"
             raise PosencError(
-                f"{self.name} drops the rotation that {', '.join(turning)} changes: keep_rope=True gives both."
+                f"{self.name} drops the rotation that {', '.join(turning)} changes: {way}."
             )
 
 

@@ -48,8 +48,8 @@ class DualChunk(RotaryBands):
         most = max(original, 2) if self.window is None else original + 1
         if chunk + window > most:
             raise PosencError(
-                f"{self.name}: chunk ({chunk}) and window ({window}) are together at most {most} tokens on this model, "
-                f"whose original context is {original}."
+                f"{self.name}: chunk ({chunk}) and window ({window}) are together at most {max(original, 2)} tokens on "
+                f"this model, whose original context is {original}, or {original + 1} if window= is given."
             )
         return window
 

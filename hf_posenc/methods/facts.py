@@ -21,7 +21,7 @@ KINDS = {
 def facts(method: type[Method]) -> dict[str, str]:
     """Return the facts of a method in plain words, by their labels: what `show` prints and its page has."""
     found = {"Kind": KINDS[method.kind]}
-    if issubclass(method, LengthDependent) and method.knobs()["update"] != "sequence":
+    if issubclass(method, LengthDependent):
         found["Kind"] = (
             "Frequencies: each query has the rotary table of its length, in an attention of hf_posenc; with "
             'update="sequence" attention stays the model\'s own'

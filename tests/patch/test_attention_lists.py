@@ -98,6 +98,8 @@ def test_lists_compute_all_of_their_methods(model: PreTrainedModel, which: str) 
         ([ReRoPE(window=8), ALiBi()], "drops the rotation.*keep_rope=True"),
         (["alibi", "rope_bias"], "drops the rotation"),
         (["xpos", "rerope"], "one seam"),
+        ([ReRoPE(window=8), "shaw"], "rerope changes: name one of them"),
+        (["alibi", "nope"], "nope changes: name one of them"),
         ([Shaw(keep_rope=True), "log_n"], "takes a static frequency method"),
     ],
 )

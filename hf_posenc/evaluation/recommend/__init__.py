@@ -199,7 +199,7 @@ def recommend(
 
     Raises:
         PosencError: A length below 1, a patched model, one without a rotary table, or one that needs no patch because
-            none of its full layers rotates, or no layer reads past its window.
+            none of its full layers rotates, or no layer attends past its window.
 
     Examples:
         >>> from hf_posenc.evaluation.recommend import recommend
@@ -234,12 +234,12 @@ def recommend(
     carried = Carried(**vars(context), rope_type=table.rope_type, scaled=table.scaled, note=note)
     needed = target_length > carried.reach
     cache = cache_cost(inner, target_length, dtype)
-    if needed and cache and not cache.full_layers and cache.window < carried.reach:
-        raise UnsupportedModelError(
-            f"No layer of {type(inner).__name__} reads past its window of {cache.window + 1:,} tokens, within the "
-            f"{carried.reach:,} that it reads as trained: a longer text needs no patch."
-        )
     if needed:
+        if cache and not cache.full_layers and cache.window < carried.reach:
+            raise UnsupportedModelError(
+                f"No layer of {type(inner).__name__} attends past its window of {cache.window + 1:,} tokens, and "
+                f"{carried.reach:,} are read as trained: a longer text needs no patch."
+            )
         try:
             refuse_local(inner, tables, sample_of(inner))
         except PosencError as error:

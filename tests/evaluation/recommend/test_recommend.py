@@ -401,7 +401,7 @@ def test_the_cache_of_windows_and_grouped_heads() -> None:
     size = 2 * config.num_key_value_heads * config.head_dim * 4
     kept = config.sliding_window - 1
     assert cost.bytes == size * (cost.full_layers * 100_000 + cost.window_layers * kept)
-    with pytest.raises(PosencError, match="reads past its window of 16 tokens, within the 64"):
+    with pytest.raises(PosencError, match="attends past its window of 16 tokens, and 64"):
         recommend(on_meta(zoo.tiny_config("mistral", sliding_window=16)), 512)
 
 

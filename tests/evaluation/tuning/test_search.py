@@ -183,7 +183,6 @@ def test_the_recipe_gives_its_perplexity(model: Any, found: SearchResult, tmp_pa
 
 @pytest.fixture
 def read(monkeypatch: pytest.MonkeyPatch) -> list[Item]:
-    """What is measured."""
     items: list[Item] = []
     plain = PerplexityRun.measure
 
