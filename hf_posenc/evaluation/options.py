@@ -145,6 +145,9 @@ def parse_tasks(text: str, _: str = "") -> tuple[str, ...]:
     return tuple(task for name in names for task in (others if name == "all" else [name]))
 
 
+DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
+
+
 def parse_dtype(text: str, _: str = "") -> str:
     """Return PyTorch's name of a number format; `bf16`, `fp16`, `half` and `fp32` are understood."""
     name = text.strip().lower().removeprefix("torch.")
@@ -356,9 +359,7 @@ class ModelOptions(CheckpointOptions):
     """
 
     tokenizer: str | None = model_option()
-    dtype: str = model_option(
-        "auto", parse=parse_dtype, choices=("auto", "float32", "bfloat16", "float16", "float64")
-    )
+    dtype: str = model_option("auto", parse=parse_dtype, choices=DTYPES)
     device: str | None = model_option()
     device_map: str | None = model_option(metavar="MAP")
     attn: str | None = model_option()

@@ -1,7 +1,7 @@
 """The options of a fine-tuning, in groups, and what is wrong with their words; nothing heavy is imported here.
 
 A field's line under `Attributes:` is its help; one of rank 1 is in `--help-all` alone. Of transformers' own options
-only the names are known here: `train.py` parses them.
+the words are checked here, by its source: `train.py` parses them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ import functools
 import importlib.util
 import json
 import math
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
@@ -22,7 +23,14 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 from hf_posenc.errors import PosencError, unknown
 from hf_posenc.evaluation.documents.source import check_readable, refuse_ignored, source_of
 from hf_posenc.evaluation.measuring.candidates import UNPATCHED
-from hf_posenc.evaluation.options import DocumentOptions, Flag, help_texts, option
+from hf_posenc.evaluation.options import (
+    DTYPES,
+    DocumentOptions,
+    Flag,
+    help_texts,
+    option,
+    parse_dtype,
+)
 from hf_posenc.lengths import read_length
 
 Trained = Literal["full", "lora", "encoding"]
@@ -45,6 +53,18 @@ _LIMITS: Mapping[str, tuple[float, float]] = {
     "adam_beta1 adam_beta2 label_smoothing_factor": (0, 1),
     "seed data_seed": (0, 2**32),
 }
+# What lists the words of transformers' own options in its source, where their types do not name it, and other words;
+# and the files of that source.
+_LISTS = {
+    **dict.fromkeys(("log_level", "log_level_replica"), ("log_levels = {", "passive")),
+    "fsdp": ("class FSDPOption", "true", "false"),
+    "report_to": ("INTEGRATION_TO_CALLBACK", "all", "none"),
+    "torch_compile_backend": ("class DynamoBackend",),
+}
+_PLACES = (
+    "transformers training_args trainer_utils debug_utils utils/logging integrations/integration_utils",
+    "accelerate utils/dataclasses",
+)
 # Options by the names that they have in other programs.
 _ELSEWHERE = {
     **dict.fromkeys(("method", "methods"), "patch"),
@@ -83,7 +103,7 @@ class PatchArguments:
     recipe: str | None = _model()
     model: str | None = _model()
     tokenizer: str | None = _model(rank=1)
-    dtype: str = _model("float32", rank=1)
+    dtype: str = _model("float32", rank=1, parse=parse_dtype, choices=DTYPES)
     attn: str | None = _model(rank=1)
     patch: str | None = _model()
     train: Trained = _training("full", kind=str, choices=get_args(Trained))
@@ -227,7 +247,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         else:
             if get_origin(hint) is Sequence:
                 given["nargs"] = "+"
-            given["type"] = _length_of if flag.parse else kind
+            given["type"] = functools.partial(_parsed, flag.parse) if flag.parse else kind
             given["choices"] = flag.choices or None
         group = groups[str(flag.panel)]
         group.add_argument(*spellings(each.name), **given)
@@ -247,14 +267,15 @@ def spellings(name: str) -> list[str]:
 
 
 def _truth(text: str) -> bool:
-    if text.lower() not in ("true", "false", "yes", "no", "1", "0"):
+    words = ("yes", "true", "t", "y", "1", "no", "false", "f", "n", "0")  # as transformers
+    if text.lower() not in words:
         raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
-    return text.lower() in ("true", "yes", "1")
+    return text.lower() in words[:5]
 
 
-def _length_of(text: str) -> int:
+def _parsed(parse: Callable[[str, str], Any], text: str) -> Any:
     try:
-        return read_length(text, "the length")
+        return parse(text, "the length")
     except PosencError as error:  # argparse would hide the text of a ValueError
         raise argparse.ArgumentTypeError(str(error)) from error
 
@@ -280,9 +301,11 @@ def read(words: Sequence[str]) -> argparse.Namespace:
     parser = Parser("hf-posenc finetune", allow_abbrev=False)
     add_options(parser)
     known = parser._option_string_actions
-    for name in [name for name in _training_arguments() if f"--{name}" not in known]:
-        parser.add_argument(*spellings(name), nargs="*", help=argparse.SUPPRESS)
-        parser.add_argument(*spellings(f"no_{name}"), action="store_true", help=argparse.SUPPRESS)
+    for name, form in _training_arguments().items():
+        if f"--{name}" not in known:
+            no = spellings(f"no_{name}")
+            parser.add_argument(*spellings(name), help=argparse.SUPPRESS, **form)
+            parser.add_argument(*no, action="store_true", help=argparse.SUPPRESS)
     values = parse(parser, words)
     _check_numbers(vars(values))
     _check(values)
@@ -319,13 +342,46 @@ def parse(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Nam
     return values
 
 
-def _training_arguments() -> list[str]:
-    """Return the names of transformers' own options, read from its source: importing them takes seconds."""
-    spec = importlib.util.find_spec("transformers")
-    path = Path(str(spec and spec.origin)).with_name("training_args.py")
-    tree: Any = ast.parse(path.read_text(encoding="utf-8"))
+def _training_arguments() -> dict[str, dict[str, Any]]:
+    """Return how a parser reads transformers' own options, from its source: importing them takes seconds."""
+    tree: Any = ast.parse(_source("transformers training_args"))
     (own,) = (node for node in tree.body if getattr(node, "name", "") == "TrainingArguments")
-    return [node.target.id for node in own.body if isinstance(node, ast.AnnAssign)]  # type: ignore[union-attr]
+    truth = {"type": _truth, "nargs": "?", "const": True}
+    forms: dict[str, dict[str, Any]] = {
+        "int": {"type": int},
+        "float": {"type": float},
+        "bool": truth,
+    }
+    found = {}
+    for node in (node for node in own.body if isinstance(node, ast.AnnAssign)):
+        name, kind, field = (ast.unparse(part) for part in (node.target, node.annotation, node))
+        word = {"type": functools.partial(_word, name, kind, field), "nargs": "*"}
+        found[name] = forms.get(kind.partition(" ")[0], word)
+    return found
+
+
+def _word(name: str, kind: str, field: str, text: str) -> str:
+    """Return what is given for an option of transformers; raise for what it would refuse after seconds."""
+    # of a dictionary: JSON, or a file of it, or base64 of it
+    if "dict" in kind and not (text.startswith(("{", "ey")) or Path(text).exists()):
+        raise argparse.ArgumentTypeError(f"there is no file {text}")
+    owners = [f"class {name}" for name in re.findall(r"\b[A-Z]\w+(?= \||\])", kind)]
+    owner, *words = _LISTS.get(name) or owners[:1] or [""]
+    listed = rf"^{re.escape(owner)}.*?^(?=\S)" if owner else r"(?<='choices': )\[.*?\]"
+    place = "".join(map(_source, _PLACES)) if owner else field
+    if (block := re.search(listed, place, re.M | re.S)) is not None:
+        words += {w.lower(): w for w in re.findall(r"""["'](\w+)["']""", block[0])}
+        for each in text.split():
+            if each.lower() not in words:
+                raise argparse.ArgumentTypeError(str(unknown("value", each, words)))
+    return text
+
+
+def _source(place: str) -> str:
+    package, *names = place.split()
+    spec = importlib.util.find_spec(package)
+    paths = [Path(str(spec and spec.origin)).parent / f"{name}.py" for name in names]
+    return "".join(path.read_text(encoding="utf-8") for path in paths if path.exists())
 
 
 def read_yaml(kind: str, path: Path) -> Any:
@@ -381,11 +437,6 @@ def _check_numbers(values: Mapping[str, Any]) -> None:
     for names, (least, limit) in _LIMITS.items():
         for name in names.split():
             value = values.get(name)
-            if isinstance(value, str | list):  # transformers' own, which is not parsed yet
-                try:
-                    value = float(value if isinstance(value, str) else value[0])
-                except (IndexError, ValueError):
-                    continue
             if value is None or (name, value) == ("max_steps", -1) or least <= value < limit:
                 continue
             below = "a finite number" if math.isinf(limit) else f"below {limit:g}"
@@ -399,6 +450,7 @@ def _check(given: argparse.Namespace) -> None:
     kind, weight, unpatched = given.distill, given.distill_weight, (given.patch or "").strip()
     heavier, drawn = f"--distill-weight {weight or 0:g}", given.positions in DRAWN
     moving = f"--curriculum {given.curriculum}" if given.curriculum else "--distill positions"
+    resumed = (given.resume_from_checkpoint or ["true"])[0]
     lora = [
         f"{spellings(name)[-1]} {getattr(given, name)}"
         for name in ("lora_rank", "lora_alpha", "lora_dropout")
@@ -416,6 +468,8 @@ def _check(given: argparse.Namespace) -> None:
         (kind == "short" and unpatched.lower() == UNPATCHED,
          "--distill short: without a patch, the model would be its own teacher"),
         (given.output_dir == "", "--output-dir is empty: give a folder"),
+        (resumed.lower() != "true" and not Path(resumed).is_dir(),
+         f"--resume-from-checkpoint {resumed}: there is no such folder"),
         ("checkpoint" in str(given.hub_strategy),
          "--hub-strategy with checkpoints: only the result is pushed. Leave it out, and push one by hf upload"),
     )  # fmt: skip

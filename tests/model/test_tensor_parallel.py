@@ -92,7 +92,6 @@ def gradients(model: Any, ids: Tensor) -> None:
 
 
 def trained(model: Any, batches: Callable[[int], Tensor] = batch) -> Any:
-    """Two steps of gradient descent."""
     optimizer = torch.optim.SGD(model.parameters(), RATE, foreach=False)
     for step in range(2):
         optimizer.zero_grad()
@@ -286,7 +285,6 @@ def assert_near(found: Tensor, expected: Tensor) -> None:
 
 
 def results(folder: Path, way: str) -> list[dict[str, Any]]:
-    """What each process has found."""
     return [torch.load(folder / f"found-{rank}.pt")[way] for rank in range(2)]
 
 

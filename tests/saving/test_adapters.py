@@ -57,7 +57,6 @@ IDS = zoo.tokens(80)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint that all tests read."""
     folder = tmp_path_factory.mktemp("base")
     zoo.build("llama").save_pretrained(folder)
     return folder

@@ -50,7 +50,6 @@ def examples(count: int, length: int = 16) -> list[dict[str, Any]]:
 
 
 def small(count: int) -> list[dict[str, Any]]:
-    """Examples of tokens that tiny models have."""
     return [{"input_ids": row["input_ids"] % 32} for row in examples(count)]
 
 

@@ -45,7 +45,6 @@ class KilledError(Exception):
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model with dropout, and a text."""
     folder = tmp_path_factory.mktemp("model")
     (folder / "text.txt").write_text(prose(33 * 128))
     return tiny_checkpoint(folder, attention_dropout=0.1)

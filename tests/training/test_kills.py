@@ -68,7 +68,6 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def output(folder: Path) -> str:
-    """Output of the processes."""
     files = sorted(folder.parent.glob(f"{folder.name}-*.out"))
     return "\n".join(path.read_text() for path in files)
 

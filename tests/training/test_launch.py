@@ -42,7 +42,6 @@ TRAININGS = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model and a text."""
     made = tiny_checkpoint(tmp_path_factory.mktemp("model"))
     (made / "text.txt").write_text(prose(6_000))
     return made

@@ -76,7 +76,6 @@ def scored_trainer(model: Any, folder: Path, scores: Scores, **options: Any) -> 
 
 
 def trained(trainer: Trainer) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses and the weights of a training."""
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert len(losses) == STEPS

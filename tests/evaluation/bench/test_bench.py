@@ -39,7 +39,6 @@ PASSKEY: dict[str, Any] = {"suite": "smoke", "lengths": LENGTHS, "tasks": ("pass
 
 
 def measured(model: Any = None, **options: Any) -> BenchResult:
-    """A benchmark of a random model, on all three texts."""
     given = {"methods": METHODS, **PASSKEY, "rounds": 1, **options}
     texts = given.pop("documents", TEXTS)
     return bench(tiny() if model is None else model, byte_tokenizer(), texts, **given)

@@ -132,7 +132,6 @@ def test_the_code_of_the_installed_transformers_is_new_long_and_enough() -> None
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    """One dataset in every form."""
     datasets = pytest.importorskip("datasets")
     made = datasets.Dataset.from_list(ROWS)
     made.to_parquet(tmp_path / "rows.parquet")

@@ -84,7 +84,6 @@ def with_budget(job: ExtendJob, budget: Any) -> ExtendJob:
 
 
 def fitted(job: ExtendJob, budget: Any = None) -> Plan:
-    """The plan that fits a budget."""
     with Course() as course:
         return (job if budget is None else with_budget(job, budget)).fit(course)[0]
 

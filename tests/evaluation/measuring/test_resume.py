@@ -77,7 +77,6 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The result of a run without incidents."""
     folder = tmp_path_factory.mktemp("whole")
     work(folder, Shard())
     return result(folder)

@@ -85,7 +85,6 @@ def only(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def llama(**config: Any) -> Any:
-    """A tiny model on the meta device."""
     return on_meta(zoo.tiny_config("llama", **config))
 
 

@@ -110,7 +110,6 @@ class Wrapped(nn.Module):
 
 
 def build(model_type: str, **overrides: Any) -> Any:
-    """Build a tiny causal language model of the type."""
     config = zoo.tiny_config(model_type, **OVERRIDES.get(model_type, {}), **overrides)
     if model_type in OTHERS and hasattr(config, "is_decoder"):
         config.is_decoder = True

@@ -51,7 +51,6 @@ def scorer(objective: Objective) -> Callable[[Sequence[Genome]], list[float]]:
 
 
 def played(budget: int, seed: int) -> list[Step]:
-    """Every individual of a search for `GOAL`."""
     return evolve(starts(ROPE, 4.0), budget, 4.0, seed, scorer(distance))
 
 
