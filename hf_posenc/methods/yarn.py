@@ -54,6 +54,14 @@ def ramp_bounds(
     return low, high + 0.001 * (low == high)  # the authors' guard against a division by zero
 
 
+def _check_order(method: RopeScaling, high: str, low: str, *, equal: bool = True) -> None:
+    """Raise for the ends of a ramp in the wrong order, which would turn it round."""
+    above, below = getattr(method, high), getattr(method, low)
+    if above < below or (above == below and not equal):
+        least = "at least" if equal else "above"
+        raise PosencError(f"{method.name}: {high} ({above:g}) must be {least} {low} ({below:g}).")
+
+
 @dataclass(frozen=True, kw_only=True)
 class _PartialNTK(RopeScaling):
     """The blend of the static and the dynamic form.
@@ -73,6 +81,11 @@ class _PartialNTK(RopeScaling):
     beta_1: float = field(default=0.75, metadata=number(0, above=True))
     gamma_0: float = field(default=16.0, metadata=number(0, above=True))
     gamma_1: float = field(default=2.0, metadata=number(0, above=True))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_order(self, "beta_0", "beta_1")
+        _check_order(self, "gamma_0", "gamma_1")
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         scale = self.scale_at(rope, length)
@@ -138,11 +151,7 @@ class _ByParts(RopeScaling):
     def __post_init__(self) -> None:
         super().__post_init__()
         # Equal ends make a ramp of one pair (Kimi K2), and none in turns.
-        equal = self.beta_fast == self.beta_slow and self.ramp != "rotations"
-        if self.beta_fast <= self.beta_slow and not equal:
-            raise PosencError(
-                f"{self.name}: beta_fast ({self.beta_fast:g}) is above beta_slow ({self.beta_slow:g})."
-            )
+        _check_order(self, "beta_fast", "beta_slow", equal=self.ramp != "rotations")
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         scale = self.scale_at(rope, length)
@@ -293,11 +302,9 @@ class Llama3(Scaled):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.high_freq_factor >= self.low_freq_factor:  # equal in Llama 4 Scout: no blend
-            raise PosencError(
-                f"llama3: high_freq_factor ({self.high_freq_factor}) is at least low_freq_factor "
-                f"({self.low_freq_factor})."
-            )
+        _check_order(
+            self, "high_freq_factor", "low_freq_factor"
+        )  # equal in Llama 4 Scout: no blend
 
     def inv_freq(self, rope: RopeSpec, length: Length = None) -> Tensor:
         import torch

@@ -44,7 +44,6 @@ def build(name: str, **options: Any) -> RopeScaling:
 
 
 def example(name: str, dim: int = 64, scale: float = 8.0) -> RopeScaling:
-    """A method of that name which changes something."""
     options: dict[str, Any] = {"scale": scale} if get_method(name).takes_scale() else {}
     return build(name, **options, **(REQUIRED[name](dim // 2) if name in REQUIRED else {}))
 
@@ -363,7 +362,6 @@ def test_unknown_options_are_refused(name: str) -> None:
         ("pi", {"scale": math.inf}, "scale"),
         ("pi", {"scale": "8"}, "scale"),
         ("pi", {"scale": True}, "scale"),
-        ("ntk", {"scale": -4.0}, "scale"),
         ("yarn", {"scale": 8, "beta_fast": 0}, "beta_fast"),
         ("yarn", {"scale": 8, "beta_slow": -1}, "beta_slow"),
         ("yarn", {"scale": 8, "beta_fast": 1, "beta_slow": 32}, "beta_fast"),
@@ -374,7 +372,8 @@ def test_unknown_options_are_refused(name: str) -> None:
         ("yarn", {"scale": 8, "truncate": "no"}, "truncate"),
         ("ntk_by_parts", {"scale": 8, "attention_factor": 1.2}, "attention_factor"),
         ("partial_ntk", {"scale": 8, "beta_0": 0}, "beta_0"),
-        ("partial_ntk", {"scale": 8, "ntk_factor": -1}, "ntk_factor"),
+        ("partial_ntk", {"scale": 8, "beta_0": 0.5}, "beta_0 .0.5. must be at least beta_1"),
+        ("dynamic_partial_ntk", {"gamma_1": 20}, "gamma_0 .16. must be at least gamma_1 .20."),
         ("partial_ntk", {"scale": 8, "ntk_factor": 1.5}, "ntk_factor is a number .* at most 1"),
         ("llama3", {"scale": 8, "high_freq_factor": math.inf}, "high_freq_factor"),
         ("longrope", {"short_factor": [1], "long_factor": [2], "long_mscale": -1}, "long_mscale"),
