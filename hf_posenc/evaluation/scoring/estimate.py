@@ -438,6 +438,5 @@ def _attention(module: nn.Module, kind: str, config: Any) -> Attention:
 
 
 def _first_int(owner: Any, *names: str) -> int | None:
-    """Return the first of these attributes that exists and is an integer."""
     values: Iterator[Any] = (getattr(owner, name, None) for name in names)
     return next((value for value in values if isinstance(value, int) and value is not True), None)

@@ -15,7 +15,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoModelForMaskedLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
+    MambaConfig,
+    MambaForCausalLM,
+)
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_posenc.errors import PosencError
@@ -247,6 +253,22 @@ def test_half_precision(model_type: str) -> None:
     pieces, refused = scored(model, prefill=20)
     assert (refused is not None) == (model_type in WHOLE_ONLY)
     assert float((pieces - losses).abs().mean()) < (0.1 if refused is None else 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "sizes"),
+    [("float16", (128, 6, 16)), ("float32", (32, 2, 4)), ("float64", (32, 2, 4))],
+)
+def test_a_lost_state_that_matters_little(dtype: str, sizes: tuple[int, int, int]) -> None:
+    """Losses are off by less than rounding does elsewhere, and by more than it does in this model."""
+    names = ("hidden_size", "num_hidden_layers", "state_size")
+    torch.manual_seed(0)
+    values: dict[str, Any] = dict(zip(names, sizes, strict=True))
+    config = MambaConfig(vocab_size=128, **values)
+    model = MambaForCausalLM(config).eval().to(getattr(torch, dtype))
+    scorer = TokenScorer(model, ids := zoo.tokens(129)[0], prefill=64)
+    scorer(ids)
+    assert re.search(OFF, str(scorer.refused))
 
 
 def test_the_tables_name_types_that_are_tested() -> None:
