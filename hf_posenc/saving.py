@@ -427,7 +427,7 @@ def _short(patch: PatchConfig) -> str:
 def _with_adapter(path: str | Path, file: str, auto_class: Any, kwargs: dict[str, Any]) -> Any:
     from hf_posenc.patch.lora import read_adapter
 
-    config, _ = read_adapter(file)
+    config, required = read_adapter(file)
     if not config.base_model_name_or_path:  # PEFT 0.18 writes "" for a model made from a config
         raise PosencError(
             f"The adapter in {path} does not name its base model. Load that yourself and add the adapter "
@@ -441,6 +441,8 @@ def _with_adapter(path: str | Path, file: str, auto_class: Any, kwargs: dict[str
     if config.revision:
         rest["revision"] = config.revision
     model = from_pretrained(config.base_model_name_or_path, auto_class=auto_class, **rest)
+    if required and (patch := get_patch(model)) is not None and patch.config != required:
+        unpatch_model(model)  # of another run: the adapter was trained with its own
     names = [key for key in rest if key not in _OF_BOTH and hasattr(model.config, key)]
     before = [("", key, copy.deepcopy(getattr(model.config, key))) for key in names]
     adapted = load_adapter(model, path, **own)

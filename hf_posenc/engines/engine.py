@@ -343,9 +343,8 @@ def open_source(
     if method is None and options:
         raise PosencError(f"{', '.join(options)} belong to a method, and none is given.")
     config = copy.deepcopy(stored)
-    saved = take_patch(config, base) or of_adapter
-    if unpatched:
-        saved = None
+    of_base = take_patch(config, base)
+    saved = None if unpatched else of_adapter or of_base
     if saved is not None and method is not None:
         raise PosencError(
             f"{path} is already patched with {saved.method}. Leave the patch out, or give the model from before."

@@ -231,7 +231,6 @@ def _without_converting(entry: Mapping[str, Any], source: Source) -> tuple[str, 
 
 
 def _architecture(source: Source) -> str:
-    """Return the class name by which the converter chooses its code."""
     names = getattr(source.text_config, "architectures", None) or source.config.architectures
     return str(names[0]) if names else type(source.model).__name__
 

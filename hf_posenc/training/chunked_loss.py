@@ -430,7 +430,6 @@ def without_loss(arguments: Arguments) -> Arguments:
 
 
 def _with_hidden(output: Any, states: Tensor) -> Any:
-    """Return a decoder's output with other last hidden states."""
     if isinstance(output, tuple):
         return (states, *output[1:])
     return type(output)(**{**output, "last_hidden_state": states})

@@ -26,6 +26,7 @@ from hf_posenc.evaluation.measuring.candidates import UNPATCHED, Candidate, orig
 from hf_posenc.evaluation.measuring.identity import weights_hash
 from hf_posenc.evaluation.options import ModelOptions
 from hf_posenc.evaluation.scoring.decoder import position_limit, too_long
+from hf_posenc.methods import get_method
 from hf_posenc.model.context import length_of
 from hf_posenc.patch.patching import get_patch, patch_model, unpatch_model
 from hf_posenc.patch.report import Patch
@@ -301,7 +302,9 @@ def apply_patch(model: nn.Module, text: str | None, target_length: int | None = 
         raise PosencError(f"--patch {text}: {saved}, or replace it by replace=true.")
     if patch is not None:
         unpatch_model(model)
-        candidate = dataclasses.replace(candidate, beside=beside)
+        # The checkpoint's own scaling, if it has one, is replaced by frequencies alone.
+        if all(get_method(part.method).seam != "rotary" for part in candidate.parts):
+            candidate = dataclasses.replace(candidate, beside=beside)
     scale = 1.0
     if candidate.auto_scale:
         original = beside.get("original_max_position_embeddings")

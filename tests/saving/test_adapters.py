@@ -27,6 +27,7 @@ from hf_posenc import (
     unpatch_model,
 )
 from hf_posenc.embedded import model_path
+from hf_posenc.engines.engine import open_source
 from hf_posenc.methods import JetLong, KerpleLog
 from hf_posenc.model.parameters import trained_parameters
 from hf_posenc.training.parameters import choose_parameters, lora_config
@@ -133,6 +134,17 @@ class TestCarriesItsPatch:
         model: Any = stepped(choose_parameters(load(patched), "lora")).eval()
         adapter = saved(model, tmp_path / "adapter")
         assert torch.equal(zoo.logits(from_pretrained(adapter).eval(), IDS), zoo.logits(model, IDS))
+
+    @pytest.mark.parametrize("names", [("yarn", "rerope"), ("rerope", "yarn")])
+    def test_on_a_base_that_was_saved_with_another(
+        self, names: tuple[str, str], base: Path, tmp_path: Path
+    ) -> None:
+        first, second = (PATCHES[name] for name in names)
+        patched = saved(patch_model(load(base), **first), tmp_path / "patched")
+        model: Any = choose_parameters(patch_model(unpatch_model(load(patched)), **second), "lora")
+        adapter = saved(stepped(model).eval(), tmp_path / "adapter")
+        assert torch.equal(zoo.logits(from_pretrained(adapter).eval(), IDS), zoo.logits(model, IDS))
+        assert [method.name for method in open_source(adapter).methods] == [names[1]]
 
     def test_with_options_for_the_base(self, base: Path, tmp_path: Path) -> None:
         adapter = saved(trained(base, PATCHES["yarn"]), tmp_path / "adapter")

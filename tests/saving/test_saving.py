@@ -592,7 +592,6 @@ class TestMethodsOfOnesOwn:
 
     @pytest.fixture
     def package(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-        """An installed package with a method."""
         monkeypatch.setattr(methods, "_OWN", {})
         (tmp_path / "own_methods.py").write_text(
             "from hf_posenc.methods import Scaled\n\n\nclass Third(Scaled):\n"

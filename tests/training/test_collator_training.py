@@ -58,7 +58,6 @@ def rows_of(batch: Any) -> Batch:
 def trained(
     folder: Path, resume: Path | None = None, *, curriculum: bool = False, **options: Any
 ) -> list[Batch]:
-    """Inputs of the model, step by step."""
     model, made, seen = tiny(), collator(curriculum), list[Batch]()
     model.model.register_forward_pre_hook(
         lambda module, args, kwargs: seen.append(rows_of(kwargs)), with_kwargs=True

@@ -181,6 +181,17 @@ def test_a_patched_model_is_trained_further(tmp_path: Path, texts: Texts) -> Non
     assert zoo.in_force(from_pretrained(third)).extended_length == 2048
 
 
+@pytest.mark.parametrize(("patch", "reach"), [("yarn:scale=8", 512), ("self_extend:scale=4", 512)])
+def test_a_saved_patch_of_a_scaled_checkpoint_is_replaced(patch: str, reach: int) -> None:
+    yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
+    model = zoo.build(
+        "llama", max_position_embeddings=128, rope_parameters={"rope_theta": 1e4, **yarn}
+    )
+    apply_patch(model, "yarn:replace=true", 256)
+    apply_patch(model, f"{patch},replace=true")
+    assert zoo.in_force(model).extended_length == reach
+
+
 @pytest.mark.slow
 def test_a_resumed_run_is_described_as_a_whole(tmp_path: Path, texts: Texts, capsys: Any) -> None:
     first = TrainingLog.read(run(tmp_path, texts, "--no_score"))

@@ -55,7 +55,6 @@ class Whole:
         return number + [each.startswith(name) for each in self.operations[number:]].index(True) + 1
 
     def check(self, folder: Path) -> None:
-        """Continues a run, and compares."""
         assert set(launch(folder, **self.options)) == {0}, output(folder)
         assert losses(folder) == self.losses
         assert weights(folder) == self.weights
@@ -74,7 +73,6 @@ def output(folder: Path) -> str:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Runs by their options, each made once."""
 
     @cache
     def made(**options: Any) -> Whole:

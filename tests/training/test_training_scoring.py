@@ -50,7 +50,6 @@ def records(result: PerplexityResult, row: int) -> list[tuple[Any, ...]]:
 
 
 def measured(model: Any, **options: Any) -> PerplexityResult:
-    """What `hf-posenc perplexity` measures."""
     return measure_perplexity(model, byte_tokenizer(), HELD_OUT, lengths=LENGTHS, **options)
 
 
