@@ -76,7 +76,6 @@ assert "own.png" in result.write("out")
 
 
 def row(file: Path, before: str, added: str) -> None:
-    """Put a row in front of another one."""
     text = file.read_text(encoding="utf-8")
     assert text.count(before) == 1, (file, before)
     file.write_text(text.replace(before, added + before), encoding="utf-8")

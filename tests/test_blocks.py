@@ -159,7 +159,6 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Change to a copy of `prepared`."""
     shutil.copytree(prepared, tmp_path, dirs_exist_ok=True, symlinks=True)
     monkeypatch.chdir(tmp_path)
     verify_here(monkeypatch)
@@ -170,7 +169,6 @@ def folder(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @functools.cache
 def rows() -> Any:
-    """Return a dataset of texts and their tokens."""
     import datasets
 
     texts = [prose(4000, seed) for seed in range(20)]
@@ -226,7 +224,6 @@ class Smaller(ast.NodeTransformer):
 
 
 def pages() -> Iterator[Any]:
-    """Yield the pages with code."""
     for page in PAGES:
         code = {match["language"] for match in BLOCK.finditer(page.read_text(encoding="utf-8"))}
         if code & {"bash", "python"}:
@@ -298,7 +295,6 @@ esac
 
 
 def commands(code: str, folder: Path) -> Iterator[list[str]]:
-    """Yield the commands that bash calls in a block."""
     programs = folder / "bin"
     if not programs.exists():
         programs.mkdir()
@@ -333,7 +329,6 @@ def without(words: list[str], option: str) -> list[str]:
 
 
 def smaller(words: Sequence[str], options: str) -> list[str]:
-    """Replace options, or add them."""
     result, extra = list(words), shlex.split(options)
     while extra:
         option = extra.pop(0)
@@ -367,7 +362,6 @@ def hf_posenc(words: list[str]) -> None:
 
 
 def python(words: list[str]) -> None:
-    """Run a script of the repository."""
     if words[0] == "-m":
         PROGRAMS.get(words[1], functools.partial(module, words[1]))(words[2:])
         return

@@ -27,7 +27,6 @@ PROTOCOLS = ("tail", "prefix")
 
 @functools.cache
 def records_of(file: str) -> Any:
-    """Return the records of a file in docs/data/."""
     return json.loads((ROOT / "docs/data" / file).read_text(encoding="utf-8"))["records"]
 
 

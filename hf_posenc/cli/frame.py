@@ -236,7 +236,7 @@ class Frame:
         self.device = device_of(model.device)
         # A model with a patch is measured as it is.
         if self.methods and not options.methods and get_patch(loaded) is None:
-            options = dataclasses.replace(options, methods=self.methods)
+            options = dataclasses.replace(options, methods=self._possible(loaded))
         more |= {"name": name, "command": self.command}
         if source is None:
             return prepare(loaded, tokenizer, options, *settings, **more)
@@ -248,6 +248,21 @@ class Frame:
                     source, seen=lambda name: status.update(f"Reading {escape(name)}")
                 )
             return prepare(loaded, tokenizer, source, options, *settings, **more)
+
+    def _possible(self, model: Any) -> list[str]:
+        """Return the default methods that a model can take; print which of them it cannot."""
+        from hf_posenc.evaluation.measuring.candidates import checked_candidates
+
+        reasons = dict[str, PosencError]()
+        for spec in self.methods:
+            try:
+                with contextlib.suppress(NotImplementedError):  # no weights, as is said later
+                    checked_candidates(model, [spec])
+            except PosencError as error:
+                reasons[spec] = error
+        if reasons and not self.shard.index:
+            print_warning(f"not measured: {', '.join(reasons)}. {next(iter(reasons.values()))}")
+        return [spec for spec in self.methods if spec not in reasons]
 
     def announce(self, settings: Settings, skipped: Sequence[Skipped]) -> None:
         """Print, before the run, the documents that it leaves out and the tokens that it scores."""

@@ -349,7 +349,9 @@ def report(
     Unfinished runs are named.
     """
     if (absent := next((path for path in runs if not path.exists()), None)) is not None:
-        raise PosencError(f"There is no folder {absent}. Give the --output folder of a run.")
+        raise PosencError(
+            f"There is no file or folder {absent}. Give the --output folder of a run."
+        )
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise PosencError(f"{output} cannot be written: give a file in a folder that exists.")
     if output.is_file() and output.suffix.lower() not in (".html", ".htm"):

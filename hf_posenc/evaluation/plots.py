@@ -253,7 +253,6 @@ def figure(result: Any, protocols: Sequence[str] | None = None) -> Figure:
 
 
 def _cells(result: Any, label: str, protocol: str) -> list[Cell]:
-    """The numbers of a method at all lengths that have one."""
     cells = (result.cell(label, protocol, length) for length in result.settings.lengths)
     return [cell for cell in cells if cell is not None]
 

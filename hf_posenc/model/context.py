@@ -133,5 +133,4 @@ def config_length(config: Any) -> int:
 
 
 def _first(*values: Any) -> int:
-    """Return the first positive integer; 0 if there is none."""
     return next((each for each in values if isinstance(each, int) and each > 0), 0)

@@ -261,7 +261,6 @@ def _text(values: Any) -> Tensor | None:
 
 
 def _with_text(output: Any, hidden: Tensor) -> Any:
-    """Return an output with other hidden states in it."""
     if isinstance(output, Tensor):
         return hidden
     place = next(index for index, value in enumerate(output) if _text(value) is not None)

@@ -85,7 +85,6 @@ def rounding_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _hooks(module: nn.Module) -> list[Any]:
-    """Return accelerate's hooks that move the weights of a module."""
     hook = getattr(module, "_hf_hook", None)
     return [each for each in getattr(hook, "hooks", (hook,)) if hasattr(each, "offload")]
 

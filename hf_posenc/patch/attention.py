@@ -522,7 +522,6 @@ def encoding_of(
 
 
 def _share(owner: nn.Module, layers: Sequence[CalibratedLayer]) -> None:
-    """Store once, in the decoder, what methods share among layers."""
     pairs = ((layer.module, getattr(layer.module, LAYER).encoding.bias) for layer in layers)
     share_parameters(owner, [pair for pair in pairs if pair[1] and pair[1].shared_parameters])
 

@@ -348,7 +348,6 @@ class BiasSeam(NativeSeam):
     def _tried(
         self, model: nn.Module, ids: Tensor, place: Place, slopes: tuple[float, ...]
     ) -> Tensor:
-        """Return the output of the model with biases in a place."""
         with hooked(self._hook(model, place, ModelALiBi(own=slopes))):
             return run(model, ids)
 

@@ -27,7 +27,6 @@ def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Ite
 
 @pytest.fixture
 def used(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The backends of all calls."""
     names: list[str] = []
     choose = engine.choose
 

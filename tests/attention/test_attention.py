@@ -66,7 +66,6 @@ def patched(name: str, **overrides: Any) -> PreTrainedModel:
 
 @functools.cache
 def expected(name: str, length: int, **overrides: Any) -> Tensor:
-    """The reference's logits of `zoo.tokens(length)`."""
     return reference(patched(name, **overrides), CASES[name], zoo.tokens(length))
 
 

@@ -484,7 +484,6 @@ def test_rows_with_a_length_a_mask_and_positions_of_their_own(
 
 
 def plain_call(queries: int, heads: tuple[int, int] = (4, 2), **more: Any) -> Call:
-    """A text of one row in float64."""
     torch.manual_seed(0)
     sizes = ((heads[0], queries), (heads[1], KEYS), (heads[1], KEYS))
     q, k, v = (leaf(1, h, n, FEATURES).detach() for h, n in sizes)

@@ -45,12 +45,10 @@ def model() -> PreTrainedModel:
 
 
 def loss_of(logits: Tensor, ids: Tensor) -> Tensor:
-    """The mean over next tokens."""
     return nn.functional.cross_entropy(logits[0, :-1].double(), ids[0, 1:])
 
 
 def gradients(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> dict[str, Tensor]:
-    """Of the loss, by parameter."""
     model.zero_grad()
     loss_of(model(input_ids=ids, use_cache=False, **kwargs).logits, ids).backward()
     found = {}

@@ -106,7 +106,6 @@ def steps(
 
 
 def gradients(model: Any) -> Tensor:
-    """Of all parameters, those of the method too."""
     return torch.cat([p.grad.double().flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -119,7 +118,6 @@ def training(model: Any, dtype: torch.dtype | None) -> Tensor:
 
 
 def inside(model: Any, dtype: torch.dtype | None) -> Tensor:
-    """A backward inside of the region too."""
     with region(dtype):
         return training(model, dtype)
 

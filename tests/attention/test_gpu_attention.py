@@ -45,7 +45,6 @@ def on_gpu(model: PreTrainedModel) -> PreTrainedModel:
 
 @torch.no_grad()
 def gpu_logits(model: PreTrainedModel, ids: Tensor, **kwargs: Any) -> Tensor:
-    """Logits in float64, on the CPU."""
     moved = {name: value.to(DEVICE) for name, value in kwargs.items()}
     out: Any = model(input_ids=ids.to(DEVICE), use_cache=False, **moved)
     assert out.logits.device.type == DEVICE
@@ -132,7 +131,6 @@ def padded() -> dict[str, Tensor]:
 
 
 def packed() -> dict[str, Tensor]:
-    """Three documents in a row."""
     positions = torch.cat([torch.arange(size) for size in (250, 101, LONG - 351)])
     return {"position_ids": positions.expand(2, -1)}
 

@@ -42,7 +42,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def run(model: Path, texts: object, output: Path, *more: object, status: int = 0) -> Any:
-    """The result of a measurement at three lengths."""
     given = ["perplexity", model, "--text", texts, "--lengths", "32,64,128", "--output", output]
     given += [*(more or ("--patch", "none")), "--no-plot"]
     result = invoke(*given)

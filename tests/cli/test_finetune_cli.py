@@ -24,7 +24,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def help_of(option: str) -> dict[str, list[str]]:
-    """The options under each panel of the help."""
     text = succeeded("finetune", option, columns=200).output
     assert "Every option of transformers' TrainingArguments works too" in text
     assert ("--help-all shows the rest" in text) == (option == "--help")

@@ -401,7 +401,6 @@ ENDINGS = ("txt", "txt.gz", "txt.zst", "jsonl", "jsonl.gz", "parquet")
 
 
 def valid(ending: str) -> bytes:
-    """A good file of a kind."""
     if ending == "parquet":
         pyarrow, parquet = (pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet"))
         file = io.BytesIO()

@@ -45,6 +45,15 @@ def test_the_result_of_another_run_is_kept(model: Path, texts: Path, tmp_path: P
     assert not (out / "perplexity-2").exists()
 
 
+def test_default_methods_that_a_model_cannot_take_are_named(texts: Path, tmp_path: Path) -> None:
+    model = tiny_checkpoint(tmp_path / "gpt2", "gpt2")
+    given = ("--text", texts, "--lengths", "16,32", "--output", tmp_path, "--no-plot")
+    done = succeeded("perplexity", model, *given)
+    assert "not measured: attention_sinks, pi, " in " ".join(done.output.split())
+    rows = (tmp_path / "perplexity.csv").read_text().splitlines()[1:]
+    assert {row.partition(",")[0] for row in rows} == {"none", "truncation"}
+
+
 @pytest.mark.slow
 def test_shares_give_what_one_process_gives(model: Path, texts: Path, tmp_path: Path) -> None:
     arguments = ("--patch", "none", "--patch", "yarn")

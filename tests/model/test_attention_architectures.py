@@ -69,7 +69,6 @@ def patch(model: PreTrainedModel, name: str) -> PreTrainedModel:
 
 
 def cached(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The text as a prefill, single steps and chunks."""
     return in_steps(model, ids, [11, 1, 1, 4, ids.shape[1] - 17])
 
 

@@ -63,7 +63,6 @@ def served(
 def check(
     answers: Sequence[Answer], prompts: Sequence[list[int]], logits: Callable[[Tensor], Tensor]
 ) -> None:
-    """Compare answers with the logits of whole texts."""
     for (tokens, logprobs), prompt in zip(answers, prompts, strict=True):
         assert tokens
         whole = logits(torch.tensor([[*prompt, *tokens]]))[0, len(prompt) - 1 : -1]

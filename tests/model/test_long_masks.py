@@ -55,7 +55,6 @@ def test_seen_keys(name: str, offset: int, queries: int, first_key: int, padded:
 
 
 def visible_in(runs: tuple[Run, ...], like: Tensor) -> Tensor:
-    """The pairs of all runs, (batch, queries, keys)."""
     visible = torch.zeros_like(like)
     for run in runs:
         part = visible[run.batch, run.queries, run.keys]

@@ -107,7 +107,6 @@ def logits_of(model: Any) -> Tensor:
 
 
 def parameters_of(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters of methods, whole."""
     return {
         name: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone()
         for name, p in trained_parameters(model).items()

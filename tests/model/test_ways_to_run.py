@@ -48,14 +48,12 @@ def _one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @functools.cache
 def shared(name: str, patched: bool) -> Any:
-    """A model of a kind, of which cells take copies."""
     kind = KINDS[name]
     return kind.patch(kind.build()) if patched else kind.build()
 
 
 @functools.cache
 def truth(name: str, plain: Run, patched: bool) -> Tensor:
-    """Return what a kind computes in float64."""
     kind = KINDS[name]
     model = kind.build().double()
     return plain(kind.patch(model) if patched else model, kind)

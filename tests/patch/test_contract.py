@@ -162,7 +162,6 @@ CASES = [
 
 
 def mine(base: type[Method], right: dict[str, Any], hook: str = "", wrong: Any = None) -> Any:
-    """A method with one wrong hook."""
     hooks = {**NAMES, **right} | ({hook: wrong} if hook else {})
     kind: Any = dataclasses.dataclass(frozen=True, kw_only=True)(type("Mine", (base,), hooks))
     return kind(**({"scale": 2.0} if kind.knobs().get("scale") is dataclasses.MISSING else {}))

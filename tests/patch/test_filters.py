@@ -46,7 +46,6 @@ LISTS: dict[str, list[Method]] = {
 
 
 def table_of(methods: list[Method], dim: int, theta: float) -> tuple[list[float], float]:
-    """The table of a list by the references."""
     first, *filters = methods
     table, factor = references.REFERENCES[first.name](dim, theta, ORIGINAL, **first.options())
     for each in filters:

@@ -67,7 +67,6 @@ def batch(seed: int, rows: int = 16) -> Tensor:
 
 
 def loss_of(model: PreTrainedModel, ids: Tensor, delay: int) -> Tensor:
-    """Of naming the token `delay` places back."""
     logits = model(input_ids=ids, use_cache=False).logits[:, delay:]
     return nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, : LENGTH - delay].flatten())
 

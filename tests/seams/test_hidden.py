@@ -198,7 +198,6 @@ def test_half_precision_hides_nothing_large_and_accuses_nobody(dtype: torch.dtyp
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The experiments that are run, in order."""
     names: list[str] = []
     for module, name in ((probes, "forward"), (hidden, "inspect")):
         native = getattr(module, name)

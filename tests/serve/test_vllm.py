@@ -182,7 +182,6 @@ def test_the_answers_are_those_of_transformers(case: str, tmp_path: Path) -> Non
 
 
 def families() -> dict[str, tuple[PreTrainedModel, Any]]:
-    """Models of other kinds, each with its patch."""
     sizes: dict[str, Any] = {**tiny().config.to_dict(), "rope_parameters": None}
     kept = [
         *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),

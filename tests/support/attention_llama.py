@@ -99,7 +99,6 @@ TRAINABLE = tuple(
 
 
 def parameters_of(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Trained parameters of the method, by full name."""
     return {name: value for name, value in model.named_parameters() if ".posenc." in name}
 
 

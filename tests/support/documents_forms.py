@@ -29,7 +29,6 @@ PACK: dict[str, Callable[[bytes], bytes]] = {"": bytes, ".gz": gzip.compress, ".
 
 
 def refusal(*paths: Path, **options: Any) -> str:
-    """The one error that reading these gives."""
     with pytest.raises(PosencError) as caught:
         load_documents(read_paths(map(str, paths), **options), byte_tokenizer(), min_tokens=1)
     return str(caught.value)

@@ -134,7 +134,6 @@ class Case:
         return replace(encoding, heads=self.heads, rotation=rotation, parameters=parameters, **more)
 
     def made(self) -> tuple[Call, Encoding]:
-        """Return a call and the encoding of its layer."""
         encoding = self.encoding()
         return self.call(encoding), encoding
 

@@ -73,19 +73,16 @@ def result(
 
 
 def entry(name: str) -> MethodEntry:
-    """A method whose name is its label."""
     return MethodEntry(name, name, None if name == "none" else name, [], {}, None, False, 256)
 
 
 def write(folder: Path, data: Mapping[str, Any], kind: str = "perplexity") -> Path:
-    """Puts a result where a run puts it."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{kind}.json").write_text(json.dumps(data), encoding="utf-8")
     return folder
 
 
 def page(*folders: Path, figures: bool = False) -> Page:
-    """The report on some folders, parsed."""
     return Page(render(collect(folders), figures=figures))
 
 

@@ -20,7 +20,6 @@ def measured(
     model: Any, documents: Sequence[TokenizedDocument], specs: Sequence[str], settings: Settings, *,
     special: Sequence[int] = (), progress: Progress = silent,
 ) -> PerplexityResult:  # fmt: skip
-    """The result of these methods."""
     candidates = [candidate.checked(model) for candidate in parse_candidates(specs)]
     run = PerplexityRun(model, documents, candidates, settings, special=special)
     result = run.run(progress=progress)

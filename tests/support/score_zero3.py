@@ -18,7 +18,6 @@ STEPS = 4
 
 
 def run(folder: Path, scored: bool) -> None:
-    """Trains, and writes the losses."""
     options: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2} if scored else {}
     options |= {"max_steps": STEPS, "per_device_train_batch_size": 1, "learning_rate": 3e-3}
     options |= {"logging_steps": 1, "save_strategy": "no", "report_to": "none"}

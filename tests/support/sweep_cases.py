@@ -39,7 +39,6 @@ def sweep_of(model: Any, count: int, candidates: Any, settings: Settings = SETTI
 
 
 def search_of(model: Any, count: int, own: SearchSettings, bound: float | None = None) -> SearchJob:
-    """A search over so many documents."""
     whole = PerplexityRun(model, texts(count), (), SETTINGS, metadata=ABOUT)
     return SearchJob(whole=whole, own=own, max_regression=bound)
 
@@ -51,7 +50,6 @@ class Job(Protocol[ResultT]):
 
 
 def finished(job: Job[ResultT], folder: Path | None = None) -> ResultT:
-    """The result of a job."""
     result = job.run(folder)
     assert result is not None
     return result
@@ -63,12 +61,10 @@ def tail_nats(model: Any, document: TokenizedDocument, length: int = 160) -> flo
 
 
 def loss(method: str, length: int, document: str, nats: float, tokens: int = 1) -> Record:
-    """A measured loss."""
     return Record(method, "tail", length, document, nats, tokens, None, None, nats, float(tokens))
 
 
 def entries(labels: Iterable[str]) -> list[MethodEntry]:
-    """Methods of a result, by their labels."""
     return [MethodEntry(label, label, label, (), {}, None, False, None) for label in labels]
 
 

@@ -62,7 +62,6 @@ class Kind:
 
     @property
     def words(self) -> str:
-        """The arguments of `patch_model`."""
         given = (f"{key}={json.dumps(value)}" for key, value in self.options.items())
         return ", ".join((json.dumps(self.method), *given))
 

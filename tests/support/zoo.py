@@ -228,7 +228,6 @@ def twin(
 
 
 def load(model_class: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
-    """``model_class.from_pretrained``, quietly."""
     with quiet():
         loaded: Any = model_class.from_pretrained(folder)
     loaded.eval()

@@ -205,7 +205,6 @@ def _readable(kind: str) -> Iterator[None]:
 
 
 def _system_reason(error: OSError) -> str:
-    """Return the reason that the operating system gives, without the path."""
     return f"cannot be read ({error.strerror or one_line(error)})"
 
 

@@ -316,7 +316,6 @@ class ExtendJob(Rung[ExtendResult]):
 
 
 def _argument(model: Any, name: str | None) -> str:
-    """Return the model's name on a command line; empty for the embedded one."""
     path = getattr(model.config, "_name_or_path", "")
     return "" if path == str(model_path()) else name or path or "MODEL"
 

@@ -77,7 +77,9 @@ def collect(paths: Sequence[Path]) -> Collection:
     collection, seen, order = Collection(), dict[str, Path](), list(KINDS)
     for path in paths:
         if not path.exists():
-            raise PosencError(f"There is no folder {path}. Give the --output folder of a run.")
+            raise PosencError(
+                f"There is no file or folder {path}. Give the --output folder of a run."
+            )
         files, unfinished = [path], list[str]()
         if path.is_dir():
             inside = (file for file in path.rglob("*.json") if file.stem in KINDS)
@@ -419,7 +421,6 @@ def _flat(data: Mapping[str, Any], above: str = "") -> dict[str, str]:
 
 
 def _shortened(value: str, mark: str = "") -> Field:
-    """A hash by its first digits, anything else whole."""
     return Field(f"{value[:HASH]}…" if _HASH.fullmatch(value) else value, mark, hint=value)
 
 

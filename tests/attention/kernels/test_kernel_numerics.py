@@ -260,7 +260,6 @@ def test_all_keys_count_where_positions_do_not_count_up() -> None:
 
 
 def windows_of(case: Case, call: Call, encoding: Encoding) -> Tensor:
-    """The window of each head."""
     from hf_posenc.attention.kernels import biased_triton
 
     bias = operands_of(encoding, 0, case.length, call.query.device)

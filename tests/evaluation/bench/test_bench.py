@@ -52,7 +52,6 @@ def without_speed(result: BenchResult) -> str:
 
 
 def edited(result: BenchResult, **changes: Any) -> BenchResult:
-    """The same result with other values in its JSON."""
     return BenchResult.from_dict({**json.loads(to_json(result.to_dict())), **changes})
 
 

@@ -123,7 +123,6 @@ def test_json_has_everything_and_report_shows_it(result: GpuResult, tmp_path: Pa
 
 @pytest.fixture
 def unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No case has time for its check."""
     monkeypatch.setattr(run, "check_all", lambda *_: {})
 
 

@@ -45,7 +45,6 @@ def names(source: Any) -> list[str]:
 
 
 def listed(ends: Any) -> list[int]:
-    """The numbers of a tensor that is there."""
     found: list[int] = ends.tolist()
     return found
 

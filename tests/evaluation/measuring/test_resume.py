@@ -48,7 +48,6 @@ def parts() -> tuple[Any, ...]:
 
 
 def make_run(model: Any = None, **settings: Any) -> PerplexityRun:
-    """A run, on another model if one is given."""
     shared, documents, candidates, about = parts()
     if model is not None:
         about = {**about, "model": described(model)}

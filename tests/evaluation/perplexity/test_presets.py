@@ -166,7 +166,6 @@ def make(lengths: tuple[int, ...] = (16, 32, 64), **options: Any) -> Settings:
 
 
 def scored(windows: list[Window], protocol: str) -> dict[int, list[int]]:
-    """The document tokens that count, by length."""
     found: dict[int, list[int]] = {}
     for window in windows:
         for span in window.spans:

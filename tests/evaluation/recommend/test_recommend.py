@@ -462,7 +462,6 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 @pytest.fixture(scope="module")
 def committed() -> dict[str, Any]:
-    """The measurement that the page quotes."""
     values: dict[str, Any] = json.loads((DOCS / "data/benchmarks/recommend.json").read_text())
     return values
 

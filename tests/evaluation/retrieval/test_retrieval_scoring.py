@@ -50,7 +50,6 @@ def reference(model: Any, prompt: Prompt, answer: Answer) -> tuple[float, list[b
 
 
 def forwards(model: Any) -> list[int]:
-    """The tokens of every forward from now on."""
     seen: list[int] = []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: seen.append(kwargs["input_ids"].shape[1]), with_kwargs=True
