@@ -346,16 +346,12 @@ def _training_arguments() -> dict[str, dict[str, Any]]:
     """Return how a parser reads transformers' own options, from its source: importing them takes seconds."""
     tree: Any = ast.parse(_source("transformers training_args"))
     (own,) = (node for node in tree.body if getattr(node, "name", "") == "TrainingArguments")
-    truth = {"type": _truth, "nargs": "?", "const": True}
-    forms: dict[str, dict[str, Any]] = {
-        "int": {"type": int},
-        "float": {"type": float},
-        "bool": truth,
-    }
-    found = {}
+    forms: dict[str, Any] = {"int": {"type": int}, "float": {"type": float}}
+    forms["bool"], found = {"type": _truth, "nargs": "?", "const": True}, {}
     for node in (node for node in own.body if isinstance(node, ast.AnnAssign)):
         name, kind, field = (ast.unparse(part) for part in (node.target, node.annotation, node))
-        word = {"type": functools.partial(_word, name, kind, field), "nargs": "*"}
+        count = "*" if "seen" in name or name == "fsdp" else "+" if "list" in kind else None
+        word = {"type": functools.partial(_word, name, kind, field), "nargs": count}
         found[name] = forms.get(kind.partition(" ")[0], word)
     return found
 
@@ -450,7 +446,7 @@ def _check(given: argparse.Namespace) -> None:
     kind, weight, unpatched = given.distill, given.distill_weight, (given.patch or "").strip()
     heavier, drawn = f"--distill-weight {weight or 0:g}", given.positions in DRAWN
     moving = f"--curriculum {given.curriculum}" if given.curriculum else "--distill positions"
-    resumed = (given.resume_from_checkpoint or ["true"])[0]
+    resumed = given.resume_from_checkpoint or "true"
     lora = [
         f"{spellings(name)[-1]} {getattr(given, name)}"
         for name in ("lora_rank", "lora_alpha", "lora_dropout")

@@ -100,6 +100,7 @@ WRONG = [
     ("finetune --seed=-1", "--seed -1: at least 0"),
     ("finetune --seed x", "argument --seed: invalid int value: 'x'"),
     ("finetune --dtype fp8", "argument --dtype: invalid choice: 'fp8'"),
+    ("finetune --hub_token", "argument --hub_token/--hub-token: expected one argument."),
     ("finetune --optim adam", "argument --optim: Unknown value 'adam'. Did you mean"),
     ("finetune --report_to wandbb", "Unknown value 'wandbb'. Did you mean 'wandb'"),
     ("finetune --torch_compile_backend inductr", "Did you mean 'inductor'?"),
