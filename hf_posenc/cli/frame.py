@@ -77,9 +77,9 @@ def check(
         from hf_posenc.evaluation.perplexity import protocols
 
         if isinstance(options, BenchOptions):
-            names = [field.name for field in dataclasses.fields(ProtocolOptions)]
-            shared = {name: getattr(options, name) for name in names}
-            options = PerplexityOptions(**shared, lengths=options.lengths)
+            own = (field.name for field in dataclasses.fields(ProtocolOptions))
+            shared = {name: getattr(options, name) for name in ("methods", "lengths", *own)}
+            options = PerplexityOptions(**shared)
         protocols.check_options(options)
         if options.longppl is not None:
             name, spec = protocols.parse_evaluator(options.longppl)
@@ -207,7 +207,8 @@ class Frame:
         from hf_posenc.evaluation.plots import available
 
         if model is not None:
-            check(options, model, documents, run)
+            filled = {"methods": options.methods or methods} if methods else {}
+            check(dataclasses.replace(options, **filled), model, documents, run)
         self._model, self._documents, self._options = model, documents, options
         self._dry_run = run.dry_run
         self.shard, self.output = current_shard(run.shard), run.output

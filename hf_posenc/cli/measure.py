@@ -159,10 +159,10 @@ def bench(
     if options.suite == GPU:
         _bench_gpu(context, run, model, documents, options)
         return
-    get_suite(options.suite)
+    suite = get_suite(options.suite)
     for task in options.tasks or ():
         get_task(task)
-    frame = Frame(context, run, model, documents, options)
+    frame = Frame(context, run, model, documents, options, suite.methods)
     from hf_posenc.evaluation.bench import prepare
 
     job = frame.prepare(prepare)
@@ -349,9 +349,7 @@ def report(
     Unfinished runs are named.
     """
     if (absent := next((path for path in runs if not path.exists()), None)) is not None:
-        raise PosencError(
-            f"There is no file or folder {absent}. Give the --output folder of a run."
-        )
+        raise PosencError(f"There is no path {absent}. Give the --output folder of a run.")
     if output.is_dir() or not output.absolute().parent.is_dir():
         raise PosencError(f"{output} cannot be written: give a file in a folder that exists.")
     if output.is_file() and output.suffix.lower() not in (".html", ".htm"):

@@ -134,7 +134,7 @@ def finetune(parsed: Arguments) -> None:
     lengths = resolve_lengths(
         model, data.positions, data.target_length, data.block_length, data.curriculum
     )
-    longest = lengths.target if data.positions in options.DRAWN else lengths.block
+    longest = max([lengths.target, *(data.score_lengths if data.score else ())])
     if (limit := position_limit(model)) is not None and longest > limit:
         raise too_long(model, longest, limit)
     if choice.distill == "short" and lengths.block > lengths.original:

@@ -124,7 +124,7 @@ WRONG = [
     ("recipes ./nowhere", "There is no model folder ./nowhere"),
     ("show yarm", "Unknown method 'yarm'. Did you mean 'yarn'?"),
     ("fetch smollm3", "Unknown download 'smollm3'. Did you mean 'smollm2'?"),
-    ("report nowhere", "There is no file or folder nowhere."),
+    ("report nowhere", "There is no path nowhere."),
     ("methods yarn", "unexpected extra argument"),
     ("models llama", "unexpected extra argument"),
     ("perplexity --model mine", "It stands without a name here: hf-posenc perplexity MODEL. Try:"),

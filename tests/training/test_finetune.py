@@ -280,6 +280,7 @@ WRONG: dict[str, tuple[tuple[str, ...], str]] = {
         ("--tail_tokens", "64"), r"Give longer --score-lengths, or --tail-tokens 32\. Or train with --no-score"
     ),
     "positions past a table": (("--model", "gpt2", *LONG), "128 tokens: GPT2LMHeadModel has positions for 64. Give"),
+    "a target past a table": (("--model", "gpt2", *LONG, "--block_length", "64"), "128 tokens: GPT2LMHeadModel has"),
     "an encoder-decoder": (("--model", "t5", *LONG), "is a t5 model, which is not a causal language model"),
     "an adapter": (("--model", "llama", *LONG), "lora is an adapter.*`hf-posenc export .*lora --to transf"),
     "no recipe": (("--recipe", "nowhere.yaml"), "nowhere.yaml cannot be read"),

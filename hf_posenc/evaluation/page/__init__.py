@@ -77,9 +77,7 @@ def collect(paths: Sequence[Path]) -> Collection:
     collection, seen, order = Collection(), dict[str, Path](), list(KINDS)
     for path in paths:
         if not path.exists():
-            raise PosencError(
-                f"There is no file or folder {path}. Give the --output folder of a run."
-            )
+            raise PosencError(f"There is no path {path}. Give the --output folder of a run.")
         files, unfinished = [path], list[str]()
         if path.is_dir():
             inside = (file for file in path.rglob("*.json") if file.stem in KINDS)

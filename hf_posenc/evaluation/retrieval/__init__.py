@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Name: TypeAlias = tuple[str | int | float | None, ...]
 
-TRIES = 40
-"""Draws per requested distractor, to have enough with as many tokens as the answer."""
+TRIES, _DRAWS = 40, 10_000
+"""Draws per requested distractor, to have enough with as many tokens as the answer; and of a value not in a text."""
 CACHED = 1024
 """Pieces whose tokens are cached: those that recur, and not every line of a haystack."""
 SENTENCES = (
@@ -396,8 +396,14 @@ class Kit:
         return Filler(units(), encoder.newline, restarts=units)
 
     def absent(self, draw: Callable[[], str]) -> str:
-        """Draw until the value is not in the user's own text."""
-        return next(value for value in iter(draw, None) if value not in self._text)
+        """Draw until the value is not in the user's own text; raise if it has nearly all of them."""
+        for value in (draw() for _ in range(_DRAWS)):
+            if value not in self._text:
+                return value
+        raise PosencError(
+            f"The haystack has all of {_DRAWS:,} values that were drawn, such as {value}. Give another --haystack, or "
+            "leave the task out."
+        )
 
     def passages(self) -> Iterator[str]:
         """Return sentences of the user's own text, or of noise, again and again."""

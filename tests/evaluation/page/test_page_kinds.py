@@ -225,7 +225,7 @@ def test_what_is_no_result_is_said(tmp_path: Path) -> None:
     for text in ("the same result as", "cannot be read", "not a result of hf-posenc"):
         assert text in reasons
     assert "the same result as" in Page(render(found, figures=False)).root.text
-    with pytest.raises(PosencError, match="There is no file or folder"):
+    with pytest.raises(PosencError, match="There is no path"):
         collect([tmp_path / "nowhere"])
     (tmp_path / "empty").mkdir()
     with pytest.raises(PosencError, match=r"nothing to report.*perplexity\.json"):

@@ -403,6 +403,8 @@ def test_names_of_the_users_own_text_are_not_drawn(task: str) -> None:
         assert prompt_of(task, number, haystack=haystack).references[0] in names[::5]
     with pytest.raises(PosencError, match=r"all but 0 of the 50 names.*another --haystack"):
         prompt_of(task, 0, haystack=f"{' '.join(names)}.\n")
+    with pytest.raises(PosencError, match=r"all of 10,000 values.*another --haystack"):
+        prompt_of("passkey", 0, haystack=" ".join(map(str, range(10_000, 100_000))))
 
 
 @pytest.mark.parametrize("task", FACTS)
